@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared pytest set-up: choose the base whose patched tree is under test.
+
+`pytest --base v0.33.0` imports `vllm` from wherever PYTHONPATH (a patched tree) or site-packages (an installed wheel)
+has it. Tests carry `@pytest.mark.base("v0.33.0")` when they hold for some bases only; the others are deselected, never
+skipped. Without `--base`, only the tests of the tool itself (tests/stack) are collected.
+"""
+import json
+import os
+import pathlib
+
+import pytest
+
+DATA = pathlib.Path(__file__).parent / "data"
+
+# Before any test module imports vllm: run its Triton kernels in the interpreter unless a GPU run asks otherwise.
+if os.environ.get("VLLM_STACK_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--base", default=None, help="base whose patched vLLM is on the path, for example v0.33.0")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "base(name, ...): the test holds for these bases only")
+    config.addinivalue_line("markers", "cases(kind): feed `case` from tests/data/<kind>.json")
+    config.addinivalue_line("markers", "gpu: the test needs a CUDA device")
+    config.addinivalue_line("markers", "realpin: the test fetches a pinned vLLM release")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Without --base there is no vllm to import: leave the folders that need one out."""
+    folder = collection_path.name
+    if config.getoption("--base") is None and collection_path.is_dir() and folder in {"runtime", "distributed", "kernels", "gpu"}:
+        return True
+    if config.getoption("--base") is not None and collection_path.is_dir() and folder == "stack":
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config, items):
+    base = config.getoption("--base")
+    kept, dropped = [], []
+    for item in items:
+        marker = item.get_closest_marker("base")
+        (kept if marker is None or base in marker.args else dropped).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+def load_cases(kind: str) -> list[dict]:
+    """The cases of tests/data/<kind>.json, each with its `name` and public `source`."""
+    return json.loads((DATA / f"{kind}.json").read_text(encoding="utf-8"))["cases"]
+
+
+def pytest_generate_tests(metafunc):
+    """`@pytest.mark.cases("slot_mapping")` feeds the argument `case` from tests/data/slot_mapping.json."""
+    marker = metafunc.definition.get_closest_marker("cases")
+    if marker is not None:
+        cases = load_cases(marker.args[0])
+        metafunc.parametrize("case", cases, ids=[c["name"] for c in cases])

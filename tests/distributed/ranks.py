@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one function on several forked ranks that form a real vLLM world over gloo, and fail (never hang) on a stuck collective."""
+import contextlib
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _rank_main(fn, rank, world, port, env, args, results):
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        results.put((rank, True, fn(rank, world, *args)))
+    except BaseException:  # the parent prints it and kills the other ranks
+        results.put((rank, False, traceback.format_exc()))
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, env: dict[str, str] | None = None, timeout: float = 120.0) -> list[Any]:
+    """Call `fn(rank, world, *args)` in `world` forked processes; return the results in rank order.
+
+    Results travel by pickle: return plain Python values or numpy arrays. Raises AssertionError with the traceback of the
+    first rank that failed, or with the list of ranks still running when `timeout` seconds have passed.
+    """
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    port = free_port()
+    processes = [context.Process(target=_rank_main, args=(fn, r, world, port, env or {}, args, results), daemon=True) for r in range(world)]
+    for process in processes:
+        process.start()
+    done: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(done) < world:
+            try:
+                rank, ok, value = results.get(timeout=0.2)
+            except queue.Empty:
+                waiting = sorted(set(range(world)) - set(done))
+                dead = [r for r in waiting if not processes[r].is_alive() and processes[r].exitcode]
+                assert not dead, f"ranks {dead} died with exit codes {[processes[r].exitcode for r in dead]}"
+                assert time.monotonic() < deadline, f"ranks {waiting} of {world} still running after {timeout} s: a stuck collective?"
+                continue
+            assert ok, f"rank {rank} failed:\n{value}"
+            done[rank] = value
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [done[r] for r in range(world)]
+
+
+@contextlib.contextmanager
+def vllm_world(rank: int, world: int):
+    """Inside a rank: vLLM's distributed environment over gloo, torn down at the end. Model-parallel groups are the caller's."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(world, rank, "env://", rank, backend="gloo")
+        try:
+            yield config
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
