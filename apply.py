@@ -1,0 +1,15 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of vllm-dcp-stack. Needs Python 3.11 and git 2.39, nothing else: `python apply.py --help`."""
+import pathlib
+import sys
+
+if sys.version_info < (3, 11):
+    sys.exit(f"error: Python {sys.version.split()[0]} is too old: 3.11 or newer is needed")
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "scripts"))
+
+from patchstack.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetch a pinned vLLM release and put the patched tree in place.
+
+The commits are built and compared with the lock before anything is written; the tree then appears at --dest in one step.
+If --dest is upstream's tree already (a clone at the pin, or a tree that `unapply` left), it is swapped for the patched one;
+untracked files stay. If it is patched already, nothing happens.
+"""
+import pathlib
+
+from .. import place, stack, state
+from ..errors import OK, Refused
+from ..git import Git
+from ..lock import load_lock
+from ..pins import find_base, load_bases
+from ..upstream import fetch
+
+
+def configure(parser) -> None:
+    parser.add_argument("--ref", default=None, help="a pinned release: v0.33.0, 0.33.0, or its commit, full or abbreviated (default: the default base)")
+    parser.add_argument("--dest", required=True, type=pathlib.Path, help="the directory to make, or upstream's tree to patch in place")
+    parser.add_argument("--source", default="auto", help="auto (cache, then the package index, then git), pypi, git, a URL, or the path of a clone, an sdist or a plain directory; VLLM_REPO names a repository that auto and git prefer")
+    parser.add_argument("--dry-run", action="store_true", help="build and check everything, write nothing but the cache")
+
+
+def run(args, ui) -> int:
+    bases = load_bases()
+    base = find_base(args.ref, bases)
+    files = stack.read_stack(base)
+    lock = load_lock(base.folder)
+    stack.check_inputs(files, lock)
+    target = args.dest.expanduser().absolute()
+    payload = {"base": base.tag, "dest": str(target), "dry_run": args.dry_run, "patches": list(files.series.patches), "overlay": sorted(files.overlay)}
+    if place.is_fresh(target):
+        return _apply_fresh(args, ui, base, files, lock, target, payload)
+    return _apply_in_place(args, ui, bases, base, files, lock, target, payload)
+
+
+def _apply_fresh(args, ui, base, files, lock, target, payload) -> int:
+    upstream = fetch(base, args.source, ui)
+
+    def make(git: Git) -> stack.Built:
+        level = stack.check_base(git, base, lock, upstream.commit, f"the {upstream.kind} source")
+        built = stack.build(git, upstream.commit, files.patches, files.overlay, ui)
+        stack.check_result(git, lock, built, level)
+        payload["level"] = level
+        return built
+
+    if args.dry_run:
+        with _objects_only(upstream.git_dir, ui) as git:
+            built = make(git)
+        return _report(ui, payload | {"state": "would apply", "commit": built.commit, "tree": built.tree}, f"would apply {len(files.patches)} patches and {len(files.overlay)} overlay files on {base.tag} at {target}")
+    built = place.create(target, base, upstream, make, ui)
+    return _report(ui, payload | {"state": "applied", "commit": built.commit, "tree": built.tree, "source": upstream.kind},
+                   f"applied {len(files.patches)} patches and {len(files.overlay)} overlay files on vLLM {base.tag} ({upstream.kind} source, {payload['level']} base)\n"
+                   f"the tree is at {target}\nnext: {state.command('verify', target)}")  # fmt: skip
+
+
+def _apply_in_place(args, ui, bases, base, files, lock, target, payload) -> int:
+    found = state.inspect(target, bases, ui)
+    if found.kind == state.WRONG_BASE or (found.base and found.base.tag != base.tag):
+        what = f"{found.base.tag} ({found.kind})" if found.base else found.detail
+        raise Refused(f"{target} is not {base.tag}: {what}", f"choose another --dest; or {found.next_step}")
+    if found.kind == state.APPLIED:
+        return _report(ui, payload | {"state": "already applied", "level": found.level}, f"already applied: {found.detail} at {target}")
+    git = place.repository_of(target, ui)
+    place.refuse_dirty(git, target, set() if found.kind == state.MODIFIED else set(files.overlay))
+    head = git.text("rev-parse", "HEAD")
+    if found.kind == state.UNAPPLIED:
+        base_commit = head
+    elif head == git.resolve(place.APPLIED_REF):  # an older version of the stack, untouched since
+        base_commit = git.text("rev-parse", place.BASE_REF)
+    else:
+        raise Refused(f"{target} is {found.kind}: {found.detail}", found.next_step)
+    level = stack.check_base(git, base, lock, base_commit, str(target))
+    with _objects_only(git.git_dir, ui) as scratch:
+        built = stack.build(scratch, base_commit, files.patches, files.overlay, ui)
+        stack.check_result(scratch, lock, built, level)
+        payload |= {"level": level, "commit": built.commit, "tree": built.tree}
+        if args.dry_run:
+            return _report(ui, payload | {"state": "would apply"}, f"would apply {len(files.patches)} patches on {base.tag} in place at {target}")
+
+        def change(copy: Git) -> None:
+            copy.take_objects(scratch.git_dir)
+            place.point_branch(copy, base, built)
+
+        place.replace(target, change, ui)
+    return _report(ui, payload | {"state": "applied", "source": "in place"}, f"applied {len(files.patches)} patches and {len(files.overlay)} overlay files on vLLM {base.tag} in place ({level} base)\nthe tree is at {target}\nnext: {state.command('verify', target)}")
+
+
+def _objects_only(git_dir: pathlib.Path, ui):
+    return Git.scratch(git_dir, log=ui.git)
+
+
+def _report(ui, payload, text: str) -> int:
+    ui.result(payload)
+    ui.say(text)
+    return OK

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn the edited commits of a tree back into patches/<base>/*.patch, series and lock.json, and vllm_overlay/ files.
+
+Each commit on top of the base is one patch and carries a `Topic:` trailer. The exported patches are applied again before
+anything is written, and must give HEAD's tree. A patch that did not change keeps its bytes. A topic that has no commit any
+more is dropped only with --allow-drop.
+"""
+import pathlib
+
+from .. import export, state
+from ..errors import OK
+from ..pins import load_bases
+
+
+def configure(parser) -> None:
+    parser.add_argument("dir", type=pathlib.Path, help="a tree that `apply` made, with your commits")
+    parser.add_argument("--base", default=None, help="the base, where the tree was not made by `apply` (first patches of a new base)")
+    parser.add_argument("--allow-drop", action="store_true", help="let patches without a commit leave the series")
+    parser.add_argument("--dry-run", action="store_true", help="prove the export and say what would change, write nothing")
+
+
+def run(args, ui) -> int:
+    target = args.dir.expanduser().absolute()
+    base = export.choose_base(target, args.base, load_bases(), ui)
+    planned = export.plan(target, base, args.allow_drop, ui)
+    anything = planned.anything
+    if anything and not args.dry_run:
+        export.write(planned, target, ui)
+    payload = {"dir": str(target), "base": base.tag, "dry_run": args.dry_run, "changed": list(planned.changed), "new": list(planned.new),
+               "dropped": list(planned.dropped), "overlay_changed": sorted(planned.overlay_changed), "written": anything and not args.dry_run}  # fmt: skip
+    ui.result(payload)
+    if not anything:
+        ui.say(f"nothing to export: patches/{base.tag} already says what {target} holds")
+        return OK
+    for what, names in (("changed", planned.changed), ("new", planned.new), ("dropped", planned.dropped), ("overlay", sorted(planned.overlay_changed))):
+        for name in names:
+            ui.say(f"{what}: {name}")
+    ui.say(f"{'would write' if args.dry_run else 'wrote'} {base.folder} ({len(planned.patches)} patches, lock.json); the round trip gives the same tree\nnext: {state.command('verify', target)} && python apply.py lint")
+    return OK

@@ -1,0 +1,3 @@
+"""x"""
+def configure(p): pass
+def run(a,u): return 0

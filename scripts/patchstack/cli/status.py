@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what state a tree is in: unapplied, applied, modified, partial or wrong base, and which command to run next.
+
+Decided by content: a git checkout, an sdist that was unpacked and an installed tree are all understood. Exit code 0 for
+unapplied and applied, 1 for the others.
+"""
+import pathlib
+
+from .. import state
+from ..errors import FINDINGS, OK
+from ..pins import load_bases
+
+
+def configure(parser) -> None:
+    parser.add_argument("dir", type=pathlib.Path, help="the tree to look at")
+
+
+def run(args, ui) -> int:
+    target = args.dir.expanduser().absolute()
+    found = state.inspect(target, load_bases(), ui)
+    good = found.kind in (state.APPLIED, state.UNAPPLIED)
+    ui.result({"dir": str(target), "state": found.kind, "base": found.base.tag if found.base else None, "level": found.level, "detail": found.detail, "next": found.next_step})
+    ui.say(f"{ui.paint(found.kind, 'green' if good else 'yellow')}: {found.detail}{f' ({found.level})' if found.level else ''}")
+    ui.say(f"next: {found.next_step}")
+    return OK if good else FINDINGS

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expected failures, each with the exit code that the command line returns for it.
+
+A message names what was found, where, and what was expected; `next_step` is the command or action that helps.
+"""
+
+OK = 0
+FINDINGS = 1
+
+
+class StackError(Exception):
+    """Base of every expected failure. Anything else that escapes is a bug (exit code 70)."""
+
+    exit_code = 70
+
+    def __init__(self, message: str, next_step: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+
+
+class Usage(StackError):
+    """The command line or a configuration file is wrong."""
+
+    exit_code = 2
+
+
+class Refused(StackError):
+    """A precondition does not hold: dirty tree, wrong base, a git that is too old, no room to write."""
+
+    exit_code = 3
+
+
+class Conflict(StackError):
+    """A patch does not apply: a human has to decide."""
+
+    exit_code = 4
+
+
+class Unavailable(StackError):
+    """Upstream can neither be reached nor found in the cache."""
+
+    exit_code = 5
+
+
+class GitError(StackError):
+    """A git command failed in a way that the caller did not expect."""
+
+    def __init__(self, argv: list[str], returncode: int, stderr: str) -> None:
+        shown = " ".join(argv)
+        super().__init__(f"`{shown}` failed with exit code {returncode}:\n{stderr.strip() or '(no message)'}")
+        self.argv = argv
+        self.returncode = returncode
+        self.stderr = stderr
+        if "No space left on device" in stderr or "Read-only file system" in stderr or "Permission denied" in stderr:
+            self.exit_code = Refused.exit_code
+            self.next_step = "make room or choose another --dest or cache folder, then run the same command again; nothing was changed"

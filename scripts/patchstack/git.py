@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The single door to git.
+
+Two kinds of command:
+
+* *content* commands (apply, commit, format-patch, checkout) run sealed: no user or system configuration, a fixed identity
+  and locale, hooks and filters off. `-c` overrides what a repository's own configuration could change.
+* *network* commands (fetch) run as the user would: their proxy, certificates, credentials and `url.insteadOf` apply.
+"""
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from .errors import GitError, Refused
+
+MINIMUM = (2, 39)
+IDENTITY = ("vllm-dcp-stack", "stack@vllm-dcp-stack.invalid")
+
+# Repository-local configuration that could change the outcome of a content command.
+_SEAL = {
+    "core.autocrlf": "false", "core.safecrlf": "false", "core.eol": "lf", "core.fileMode": "true", "core.ignoreCase": "false",
+    "core.hooksPath": "/dev/null", "core.attributesFile": "/dev/null", "core.excludesFile": "/dev/null", "core.quotePath": "false",
+    "core.symlinks": "true", "core.precomposeUnicode": "false", "core.sparseCheckout": "false", "core.fsmonitor": "false",
+    "core.trustctime": "false", "core.untrackedCache": "false", "core.logAllRefUpdates": "true",
+    "commit.gpgSign": "false", "apply.whitespace": "nowarn", "apply.ignoreWhitespace": "no", "i18n.commitEncoding": "utf-8",
+    "i18n.logOutputEncoding": "utf-8", "mailinfo.scissors": "false", "rerere.enabled": "false", "submodule.recurse": "false",
+    "gc.auto": "0", "maintenance.auto": "false", "advice.detachedHead": "false", "checkout.workers": "0", "diff.renames": "false",
+    "status.renames": "false", "merge.conflictStyle": "diff3", "init.templateDir": "", "safe.directory": "*",
+    "core.compression": "1",
+}  # fmt: skip
+_DROPPED_ENVIRONMENT = re.compile(r"GIT_.*|LC_.*|LANG|LANGUAGE|TZ|EMAIL")
+
+
+def sealed_environment() -> dict[str, str]:
+    """The environment of a content command: nothing of the user's git set-up, locale or time zone."""
+    kept = {k: v for k, v in os.environ.items() if not _DROPPED_ENVIRONMENT.fullmatch(k)}
+    name, email = IDENTITY
+    return kept | {
+        "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1", "GIT_TERMINAL_PROMPT": "0",
+        "GIT_EDITOR": ":", "GIT_PAGER": "cat", "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "TZ": "UTC",
+        "GIT_COMMITTER_NAME": name, "GIT_COMMITTER_EMAIL": email, "GIT_AUTHOR_NAME": name, "GIT_AUTHOR_EMAIL": email,
+    }  # fmt: skip
+
+
+class Git:
+    """Git commands in one repository.
+
+    `git_dir`/`work_tree`/`index_file` are passed explicitly where given, so that git never looks for a repository above
+    `cwd`: `git apply` inside another repository's sub-directory exits 0 and changes nothing.
+    """
+
+    def __init__(self, cwd: pathlib.Path, *, git_dir: pathlib.Path | None = None, work_tree: pathlib.Path | None = None,
+                 index_file: pathlib.Path | None = None, alternates: Sequence[pathlib.Path] = (), log: Callable[[str], None] | None = None) -> None:  # fmt: skip
+        self.cwd = cwd
+        self.git_dir = git_dir
+        self.work_tree = work_tree
+        self.index_file = index_file
+        self.alternates = tuple(alternates)
+        self.log = log
+
+    @classmethod
+    @contextlib.contextmanager
+    def scratch(cls, git_dir: pathlib.Path, *, log: Callable[[str], None] | None = None) -> Iterator["Git"]:
+        """An empty repository that can read the objects of `git_dir` and has none of its configuration; removed at the end."""
+        with tempfile.TemporaryDirectory(prefix="patchstack-") as folder:
+            git = cls(pathlib.Path(folder), git_dir=pathlib.Path(folder), alternates=[git_dir / "objects"], log=log)
+            git.run("init", "--bare", "--quiet", "--initial-branch=scratch", ".")
+            if (git_dir / "shallow").exists():
+                shutil.copy2(git_dir / "shallow", pathlib.Path(folder) / "shallow")
+            yield git
+
+    def take_objects(self, git_dir: pathlib.Path) -> None:
+        """Copy the objects that a scratch repository made into this one."""
+        for pattern in ("[0-9a-f][0-9a-f]/*", "pack/*"):
+            for source in (git_dir / "objects").glob(pattern):
+                target = self.git_dir / "objects" / source.relative_to(git_dir / "objects")
+                if not target.exists():
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copy2(source, target)
+
+    def with_index(self, index_file: pathlib.Path) -> "Git":
+        """The same repository with another index."""
+        return Git(self.cwd, git_dir=self.git_dir, work_tree=self.work_tree, index_file=index_file, alternates=self.alternates, log=self.log)
+
+    def _call(self, argv: Sequence[str], environment: dict[str, str], input: bytes | None) -> subprocess.CompletedProcess[bytes]:
+        if self.git_dir:
+            environment["GIT_DIR"] = str(self.git_dir)
+        if self.work_tree:
+            environment["GIT_WORK_TREE"] = str(self.work_tree)
+        if self.index_file:
+            environment["GIT_INDEX_FILE"] = str(self.index_file)
+        if self.alternates:
+            environment["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = os.pathsep.join(map(str, self.alternates))
+        try:
+            return subprocess.run(argv, cwd=self.cwd, env=environment, input=input, capture_output=True, stdin=None if input is not None else subprocess.DEVNULL)
+        except FileNotFoundError:
+            if not self.cwd.exists():
+                raise Refused(f"no such directory: {self.cwd}") from None
+            raise Refused("git is not installed", "install git 2.39 or newer") from None
+
+    def try_run(self, *args: str, input: bytes | None = None, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+        """Run a content command and return what it did, whatever its exit code."""
+        if self.log:
+            self.log("git " + " ".join(args))
+        seal = [part for key, value in _SEAL.items() for part in ("-c", f"{key}={value}")]
+        return self._call(["git", *seal, *args], sealed_environment() | dict(env or {}), input)
+
+    def popen(self, *args: str, stderr) -> subprocess.Popen[bytes]:
+        """Start a sealed command that is fed through stdin; the caller waits for it."""
+        if self.log:
+            self.log("git " + " ".join(args))
+        environment = sealed_environment() | ({"GIT_DIR": str(self.git_dir)} if self.git_dir else {})
+        return subprocess.Popen(["git", *args], cwd=self.cwd, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr)
+
+    def run(self, *args: str, input: bytes | None = None, env: Mapping[str, str] | None = None) -> bytes:
+        """Run a content command; return its stdout. Raises GitError."""
+        done = self.try_run(*args, input=input, env=env)
+        if done.returncode:
+            raise GitError(["git", *args], done.returncode, done.stderr.decode("utf-8", "replace"))
+        return done.stdout
+
+    def text(self, *args: str, input: bytes | None = None, env: Mapping[str, str] | None = None) -> str:
+        """`run`, decoded, without the last newline."""
+        return self.run(*args, input=input, env=env).decode("utf-8", "surrogateescape").rstrip("\n")
+
+    def ok(self, *args: str) -> bool:
+        """Whether a content command exits 0."""
+        return self.try_run(*args).returncode == 0
+
+    def network(self, *args: str) -> subprocess.CompletedProcess[bytes]:
+        """Run a command with the user's own configuration (proxy, certificates, credentials); no prompt."""
+        if self.log:
+            self.log("git " + " ".join(args))
+        return self._call(["git", *args], dict(os.environ) | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}, None)
+
+    def resolve(self, revision: str) -> str | None:
+        """The object id of `revision`, None if there is none."""
+        done = self.try_run("rev-parse", "--verify", "--quiet", "--end-of-options", revision)
+        return done.stdout.decode().strip() or None
+
+    def blobs(self, treeish: str, paths: Sequence[str]) -> dict[str, str]:
+        """`path -> "<mode> <blob id>"` of the given paths in a tree; absent paths are left out."""
+        if not paths:
+            return {}
+        out = self.run("ls-tree", "-z", "-r", treeish, "--", *paths, env={"GIT_LITERAL_PATHSPECS": "1"})
+        found = {}
+        for record in out.decode("utf-8", "surrogateescape").split("\0"):
+            if record:
+                meta, path = record.split("\t", 1)
+                mode, _, oid = meta.split(" ")
+                found[path] = f"{mode} {oid}"
+        return found
+
+
+def require_git(log: Callable[[str], None] | None = None) -> str:
+    """The version of git, refused below 2.39."""
+    out = Git(pathlib.Path.cwd(), log=log).text("version")
+    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", out)
+    if not match:
+        raise Refused(f"cannot read the version of git from {out!r}", "install git 2.39 or newer")
+    if (int(match[1]), int(match[2])) < MINIMUM:
+        raise Refused(f"git {match[0]} is too old: 2.39 or newer is needed", "install a newer git, or put one first on PATH")
+    return match[0]
