@@ -114,7 +114,7 @@ def plan(target: pathlib.Path, base: Base, allow_drop: bool, ui: Ui) -> Export:
         raise Refused(f"the export would drop {', '.join(dropped)}: {target} has no commit with that topic", "give --allow-drop if that is meant")
 
     with Git.scratch(git.git_dir, log=ui.git) as scratch:
-        patches = tuple(_patch_files(scratch, base, base_commit, topics))
+        patches = tuple(_patch_files(scratch, base, base_commit, overlay, topics))
         for patch in patches:
             refuse_unsafe(patch)
         laid = overlay or overlay_files(base)
@@ -132,10 +132,11 @@ def plan(target: pathlib.Path, base: Base, allow_drop: bool, ui: Ui) -> Export:
                   tuple(p.topic for p in patches if p.topic in old and p.data != p.path.read_bytes()), tuple(p.topic for p in patches if p.topic not in old), dropped, lock_text)  # fmt: skip
 
 
-def _patch_files(scratch: Git, base: Base, base_commit: str, topics: list[tuple[str, str]]) -> Iterable[PatchFile]:
+def _patch_files(scratch: Git, base: Base, base_commit: str, overlay: dict[str, bytes], topics: list[tuple[str, str]]) -> Iterable[PatchFile]:
     """One patch file per commit; the present file where it still makes the very same commit."""
     index = scratch.with_index(scratch.git_dir / "export-index")
-    parent = base_commit
+    index.run("read-tree", base_commit)
+    parent = stack.commit_overlay(index, base_commit, f"{base_commit}^{{tree}}", overlay)[0] if overlay else base_commit
     for topic, commit in topics:
         path = base.folder / f"{topic}.patch"
         patch = render(scratch, commit, path)

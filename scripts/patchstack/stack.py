@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn a base commit and a series into commits, checked against the lock. Objects only: no work tree is touched, no ref is moved.
 
-Each patch becomes the commit that `git am --keep-non-patch --committer-date-is-author-date` would make; the overlay is
-laid down by one last commit. The same input gives the same commit ids anywhere and at any time.
+The overlay is laid down by one first commit, so that every later commit imports; each patch then becomes the commit that
+`git am --keep-non-patch --committer-date-is-author-date` would make. The same input gives the same commit ids anywhere and
+at any time.
 """
 import pathlib
 import re
@@ -36,7 +37,7 @@ class StackFiles:
 
 @dataclass(frozen=True)
 class Built:
-    """`steps`: (topic, commit, tree) after each patch. `commit`/`tree`: the end, overlay included."""
+    """`steps`: (topic, commit, tree) after each patch, overlay included. `commit`/`tree`: the end."""
 
     base_commit: str
     base_tree: str
@@ -84,10 +85,10 @@ def _lines_of(git: Git, commit: str, path: str) -> list[str] | None:
 
 
 def commit_overlay(git: Git, parent: str, parent_tree: str, overlay: dict[str, bytes]) -> tuple[str, str]:
-    """Add the overlay files on `parent`; return (commit, tree). Raises Refused if upstream, or a patch, has such a file already."""
+    """Add the overlay files on `parent`; return (commit, tree). Raises Refused if upstream has such a file already."""
     taken = git.blobs(parent_tree, sorted(overlay))
     if taken:
-        raise Refused("the overlay would replace files that the tree already has: " + ", ".join(sorted(taken)),
+        raise Refused("the overlay would replace files that upstream already has: " + ", ".join(sorted(taken)),
                       "rename the overlay file, or turn it into a patch of the file that upstream has now")  # fmt: skip
     ids = [git.text("hash-object", "-w", "--stdin", input=data) for data in overlay.values()]
     records = "".join(f"100644 {oid}\t{path}\0" for path, oid in zip(overlay, ids, strict=True))
@@ -99,12 +100,14 @@ def commit_overlay(git: Git, parent: str, parent_tree: str, overlay: dict[str, b
 
 
 def build(git: Git, base_commit: str, patches: Sequence[PatchFile], overlay: dict[str, bytes], ui: Ui | None = None) -> Built:
-    """Commit every patch and then the overlay on `base_commit`. Writes objects and one scratch index only."""
+    """Commit the overlay and then every patch on `base_commit`. Writes objects and one scratch index only."""
     base_tree = git.text("rev-parse", f"{base_commit}^{{tree}}")
     with tempfile.TemporaryDirectory() as folder:
         scratch = git.with_index(pathlib.Path(folder, "index"))
         scratch.run("read-tree", base_commit)
         commit, tree, steps = base_commit, base_tree, []
+        if overlay:
+            commit, tree = commit_overlay(scratch, commit, tree, overlay)
         for number, patch in enumerate(patches):
             if ui:
                 ui.progress("applying patches", number, len(patches))
@@ -112,8 +115,6 @@ def build(git: Git, base_commit: str, patches: Sequence[PatchFile], overlay: dic
             steps.append((patch.topic, commit, tree))
         if ui and patches:
             ui.progress("applying patches", len(patches), len(patches))
-        if overlay:
-            commit, tree = commit_overlay(scratch, commit, tree, overlay)
     return Built(base_commit, base_tree, tuple(steps), commit, tree)
 
 

@@ -71,7 +71,7 @@ def _judge(base: Base, lock: Lock, tree: str | None, found: dict[str, str], targ
         return State(UNAPPLIED, base, "exact" if exact_before else "touched", f"upstream {base.tag}", command("apply", target, "--ref", base.tag, "--dest"))
     prefix = next((i for i, p in enumerate(lock.patches, 1) if p.post_tree == tree), None)
     if prefix:
-        return State(PARTIAL, base, "exact", f"{prefix} of {len(lock.patches)} patches, up to {lock.patches[prefix - 1].topic}; overlay missing" if lock.overlay else f"{prefix} of {len(lock.patches)} patches",
+        return State(PARTIAL, base, "exact", f"{prefix} of {len(lock.patches)} patches, up to {lock.patches[prefix - 1].topic}",
                      f"check out upstream {base.tag}, then " + command("apply", target, "--ref", base.tag, "--dest"))  # fmt: skip
     if lock.touched and not set(not_before) & set(not_after):
         done = len(lock.touched) - len(not_after)

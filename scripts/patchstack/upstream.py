@@ -91,6 +91,14 @@ def fetch(base: Base, source: str, ui: Ui) -> Upstream:
         raise Usage(f"--source {source!r} is none of auto, pypi, git, a URL, or an existing path")
 
 
+def import_directory(base: Base, path: pathlib.Path, ui: Ui) -> Upstream:
+    """A directory as it is now, as one commit; it is removed from the cache by a later run."""
+    cache = cache_root()
+    files.check_writable(cache)
+    with files.locked(cache, ui.note):
+        return _from_directory(base, path, cache, ui)
+
+
 def _auto(base: Base, cache: pathlib.Path, ui: Ui) -> Upstream:
     """$VLLM_REPO if set; else the cache; else the package index; else the pin's public repository."""
     if repository := os.environ.get("VLLM_REPO"):
