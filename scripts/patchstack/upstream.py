@@ -91,6 +91,15 @@ def fetch(base: Base, source: str, ui: Ui) -> Upstream:
         raise Usage(f"--source {source!r} is none of auto, pypi, git, a URL, or an existing path")
 
 
+def cached(base: Base, ui: Ui) -> Upstream | None:
+    """What the cache has of `base`, fetching nothing."""
+    cache = cache_root()
+    if not cache.is_dir():
+        return None
+    with files.locked(cache, ui.note):
+        return _cached(base, cache, "sdist", ui) or _cached(base, cache, "git", ui)
+
+
 def import_directory(base: Base, path: pathlib.Path, ui: Ui) -> Upstream:
     """A directory as it is now, as one commit; it is removed from the cache by a later run."""
     cache = cache_root()
