@@ -11,14 +11,16 @@ from .. import place, stack, state
 from ..errors import OK, Refused
 from ..git import Git
 from ..lock import load_lock
-from ..pins import find_base, load_bases
+from ..pins import ROOT, find_base, load_bases
 from ..upstream import fetch
+from . import verify
 
 
 def configure(parser) -> None:
     parser.add_argument("--ref", default=None, help="a pinned release: v0.33.0, 0.33.0, or its commit, full or abbreviated (default: the default base)")
-    parser.add_argument("--dest", required=True, type=pathlib.Path, help="the directory to make, or upstream's tree to patch in place")
+    parser.add_argument("--dest", type=pathlib.Path, default=None, help="the directory to make, or upstream's tree to patch in place (default: build/vllm-TAG in this project)")
     parser.add_argument("--source", default="auto", help="auto (cache, then the package index, then git), pypi, git, a URL, or the path of a clone, an sdist or a plain directory; VLLM_REPO names a repository that auto and git prefer")
+    parser.add_argument("--verify", action="store_true", help="then check the tree as `verify` does")
     parser.add_argument("--dry-run", action="store_true", help="build and check everything, write nothing but the cache")
 
 
@@ -28,40 +30,48 @@ def run(args, ui) -> int:
     files = stack.read_stack(base)
     lock = load_lock(base.folder)
     stack.check_inputs(files, lock)
-    target = args.dest.expanduser().absolute()
+    target = args.dest.expanduser().absolute() if args.dest else ROOT / "build" / f"vllm-{base.tag}"
     payload = {"base": base.tag, "dest": str(target), "dry_run": args.dry_run, "patches": list(files.series.patches), "overlay": sorted(files.overlay)}
     if place.is_fresh(target):
-        return _apply_fresh(args, ui, base, files, lock, target, payload)
-    return _apply_in_place(args, ui, bases, base, files, lock, target, payload)
+        _apply_fresh(args, ui, base, files, lock, target, payload)
+    else:
+        _apply_in_place(args, ui, bases, base, files, lock, target, payload)
+    code = OK
+    if args.verify and not args.dry_run:
+        code, payload["verify"] = verify.check(target, bases, False, ui)
+    elif not args.dry_run:
+        ui.say(f"next: {state.command('verify', target)}")
+    ui.result(payload)
+    return code
 
 
-def _apply_fresh(args, ui, base, files, lock, target, payload) -> int:
+def _apply_fresh(args, ui, base, files, lock, target, payload) -> None:
     upstream = fetch(base, args.source, ui)
 
     def make(git: Git) -> stack.Built:
         level = stack.check_base(git, base, lock, upstream.commit, f"the {upstream.kind} source")
         built = stack.build(git, upstream.commit, files.patches, files.overlay, ui)
         stack.check_result(git, lock, built, level)
-        payload["level"] = level
+        payload.update(level=level, source=upstream.kind, commit=built.commit, tree=built.tree)
         return built
 
     if args.dry_run:
-        with _objects_only(upstream.git_dir, ui) as git:
-            built = make(git)
-        return _report(ui, payload | {"state": "would apply", "commit": built.commit, "tree": built.tree}, f"would apply {len(files.patches)} patches and {len(files.overlay)} overlay files on {base.tag} at {target}")
-    built = place.create(target, base, upstream, make, ui)
-    return _report(ui, payload | {"state": "applied", "commit": built.commit, "tree": built.tree, "source": upstream.kind},
-                   f"applied {len(files.patches)} patches and {len(files.overlay)} overlay files on vLLM {base.tag} ({upstream.kind} source, {payload['level']} base)\n"
-                   f"the tree is at {target}\nnext: {state.command('verify', target)}")  # fmt: skip
+        with Git.scratch(upstream.git_dir, log=ui.git) as git:
+            make(git)
+    else:
+        place.create(target, base, upstream, make, ui)
+    _say_applied(args, ui, base, files, target, payload)
 
 
-def _apply_in_place(args, ui, bases, base, files, lock, target, payload) -> int:
+def _apply_in_place(args, ui, bases, base, files, lock, target, payload) -> None:
     found = state.inspect(target, bases, ui)
     if found.kind == state.WRONG_BASE or (found.base and found.base.tag != base.tag):
         what = f"{found.base.tag} ({found.kind})" if found.base else found.detail
         raise Refused(f"{target} is not {base.tag}: {what}", f"choose another --dest; or {found.next_step}")
     if found.kind == state.APPLIED:
-        return _report(ui, payload | {"state": "already applied", "level": found.level}, f"already applied: {found.detail} at {target}")
+        payload.update(state="already applied", level=found.level)
+        ui.say(f"already applied: {found.detail} at {target}")
+        return
     git = place.repository_of(target, ui)
     place.refuse_dirty(git, target, set() if found.kind == state.MODIFIED else set(files.overlay))
     head = git.text("rev-parse", "HEAD")
@@ -72,26 +82,21 @@ def _apply_in_place(args, ui, bases, base, files, lock, target, payload) -> int:
     else:
         raise Refused(f"{target} is {found.kind}: {found.detail}", found.next_step)
     level = stack.check_base(git, base, lock, base_commit, str(target))
-    with _objects_only(git.git_dir, ui) as scratch:
+    with Git.scratch(git.git_dir, log=ui.git) as scratch:
         built = stack.build(scratch, base_commit, files.patches, files.overlay, ui)
         stack.check_result(scratch, lock, built, level)
-        payload |= {"level": level, "commit": built.commit, "tree": built.tree}
-        if args.dry_run:
-            return _report(ui, payload | {"state": "would apply"}, f"would apply {len(files.patches)} patches on {base.tag} in place at {target}")
 
         def change(copy: Git) -> None:
             copy.take_objects(scratch.git_dir)
             place.point_branch(copy, base, built)
 
-        place.replace(target, change, ui)
-    return _report(ui, payload | {"state": "applied", "source": "in place"}, f"applied {len(files.patches)} patches and {len(files.overlay)} overlay files on vLLM {base.tag} in place ({level} base)\nthe tree is at {target}\nnext: {state.command('verify', target)}")
+        if not args.dry_run:
+            place.replace(target, change, ui)
+    payload.update(level=level, source="in place", commit=built.commit, tree=built.tree)
+    _say_applied(args, ui, base, files, target, payload)
 
 
-def _objects_only(git_dir: pathlib.Path, ui):
-    return Git.scratch(git_dir, log=ui.git)
-
-
-def _report(ui, payload, text: str) -> int:
-    ui.result(payload)
-    ui.say(text)
-    return OK
+def _say_applied(args, ui, base, files, target, payload) -> None:
+    payload["state"] = "would apply" if args.dry_run else "applied"
+    ui.say(f"{payload['state']} {len(files.patches)} patches and {len(files.overlay)} overlay files on vLLM {base.tag} ({payload['source']} source, {payload['level']} base)")
+    ui.say(f"the tree {'would be' if args.dry_run else 'is'} at {target}")

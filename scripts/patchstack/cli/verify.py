@@ -10,7 +10,8 @@ import pathlib
 
 from .. import verify
 from ..errors import FINDINGS, OK
-from ..pins import load_bases
+from ..pins import Base, load_bases
+from ..report import Ui
 
 
 def configure(parser) -> None:
@@ -19,14 +20,20 @@ def configure(parser) -> None:
 
 
 def run(args, ui) -> int:
-    target = args.dir.expanduser().absolute()
-    done = verify.verify(target, load_bases(), args.each, ui)
-    ui.result({"dir": str(target), "base": done.base.tag, "level": done.level, "checked": list(done.checked),
-               "findings": [{"path": f.path, "line": f.line, "why": f.why} for f in done.findings]})  # fmt: skip
+    code, payload = check(args.dir.expanduser().absolute(), load_bases(), args.each, ui)
+    ui.result(payload)
+    return code
+
+
+def check(target: pathlib.Path, bases: list[Base], each: bool, ui: Ui) -> tuple[int, dict]:
+    """Verify `target` and say what was found: (exit code, JSON payload). `apply --verify` shares it."""
+    done = verify.verify(target, bases, each, ui)
     for finding in done.findings:
         ui.say(str(finding))
     if done.findings:
         ui.say(ui.paint(f"{len(done.findings)} findings in {target} ({done.base.tag})", "red"))
-        return FINDINGS
-    ui.say(f"{ui.paint('verified', 'green')}: {target} is vLLM {done.base.tag} with the stack ({done.level}); {', '.join(done.checked)}")
-    return OK
+    else:
+        ui.say(f"{ui.paint('verified', 'green')}: {target} is vLLM {done.base.tag} with the stack ({done.level}); {', '.join(done.checked)}")
+    payload = {"dir": str(target), "base": done.base.tag, "level": done.level, "checked": list(done.checked),
+               "findings": [{"path": f.path, "line": f.line, "why": f.why} for f in done.findings]}  # fmt: skip
+    return FINDINGS if done.findings else OK, payload

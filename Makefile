@@ -1,0 +1,33 @@
+# make apply [VLLM_REF=v0.33.0] [DEST=dir]    fetch the pin, apply the stack, verify it
+# make test                                   the CPU test suite; makes what it needs
+# make lint | verify | status | unapply       the commands of apply.py on DEST
+# make build [VLLM_REF=...]                   build and install vLLM from the patched source (needs CUDA, hours)
+# make bench                                  the benchmarks that this machine can run
+PYTHON ?= python3
+VLLM_REF ?=
+DEST ?=
+
+ref = $(if $(VLLM_REF),--ref '$(VLLM_REF)')
+dest = $(if $(DEST),'$(DEST)',$(error give DEST=the tree))
+
+.PHONY: help apply verify status unapply lint bases test build bench
+help:
+	@sed -n 's/^# //p' Makefile
+
+apply:
+	$(PYTHON) apply.py apply --verify $(ref) $(if $(DEST),--dest '$(DEST)')
+
+verify status unapply:
+	$(PYTHON) apply.py $@ $(dest)
+
+lint bases:
+	$(PYTHON) apply.py $@
+
+test:
+	$(PYTHON) tests/run.py
+
+build:
+	$(PYTHON) scripts/build.py $(ref) $(if $(DEST),--dest '$(DEST)')
+
+bench:
+	$(PYTHON) bench/bench_apply.py
