@@ -79,6 +79,8 @@ def load_series(folder: pathlib.Path) -> Series:
 
 def rewrite_series(text: str, topics: list[str]) -> str:
     """`text` with its patch lines replaced by `topics` in that order; comments stay above the patch they stood above."""
+    if not any(line.strip().endswith(".patch") and len(line.split()) == 1 for line in text.splitlines()):
+        return text + "".join(f"{topic}.patch\n" for topic in topics)
     above: dict[str, list[str]] = {}
     pending: list[str] = []
     for line in text.splitlines():
