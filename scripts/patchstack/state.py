@@ -46,7 +46,9 @@ def inspect(target: pathlib.Path, bases: list[Base], ui: Ui) -> State:
     """The state of `target`, against the bases whose locks exist. Raises Usage if it is no directory."""
     if not target.is_dir():
         raise Usage(f"{target} is not a directory", f"python apply.py apply --dest {shlex.quote(str(target))}")
-    locks = [(base, load_lock(base.folder)) for base in bases]
+    locks = [(base, load_lock(base.folder)) for base in bases if (base.folder / "lock.json").exists()]
+    if not locks:
+        raise Usage("no base under patches/ has a lock.json", "write one with `apply.py export`")
     if (target / ".git").is_dir() or (target / ".git").is_file():
         git = Git(target, log=ui.git)
         if git.resolve("HEAD^{commit}"):

@@ -28,18 +28,22 @@ def run(args, ui) -> int:
     bases = load_bases()
     base = find_base(args.ref, bases)
     files = stack.read_stack(base)
-    lock = load_lock(base.folder)
-    stack.check_inputs(files, lock)
+    # A new base starts with nothing to check: the tree to commit the first topics in.
+    lock = load_lock(base.folder) if files.patches or files.overlay or (base.folder / "lock.json").exists() else None
+    if lock:
+        stack.check_inputs(files, lock)
     target = args.dest.expanduser().absolute() if args.dest else ROOT / "build" / f"vllm-{base.tag}"
     payload = {"base": base.tag, "dest": str(target), "dry_run": args.dry_run, "patches": list(files.series.patches), "overlay": sorted(files.overlay)}
     if place.is_fresh(target):
         _apply_fresh(args, ui, base, files, lock, target, payload)
+    elif lock is None:
+        raise Refused(f"{target} exists, and {base.tag} has no lock.json to compare it with", f"python apply.py apply --ref {base.tag} --dest NEW_DIRECTORY")
     else:
         _apply_in_place(args, ui, bases, base, files, lock, target, payload)
     code = OK
-    if args.verify and not args.dry_run:
+    if args.verify and lock and not args.dry_run:
         code, payload["verify"] = verify.check(target, bases, False, ui)
-    elif not args.dry_run:
+    elif lock and not args.dry_run:
         ui.say(f"next: {state.command('verify', target)}")
     ui.result(payload)
     return code
@@ -49,9 +53,10 @@ def _apply_fresh(args, ui, base, files, lock, target, payload) -> None:
     upstream = fetch(base, args.source, ui)
 
     def make(git: Git) -> stack.Built:
-        level = stack.check_base(git, base, lock, upstream.commit, f"the {upstream.kind} source")
+        level = stack.check_base(git, base, lock, upstream.commit, f"the {upstream.kind} source") if lock else "not yet locked"
         built = stack.build(git, upstream.commit, files.patches, files.overlay, ui)
-        stack.check_result(git, lock, built, level)
+        if lock:
+            stack.check_result(git, lock, built, level)
         payload.update(level=level, source=upstream.kind, commit=built.commit, tree=built.tree)
         return built
 
