@@ -142,6 +142,10 @@ def _patch_files(scratch: Git, base: Base, base_commit: str, overlay: dict[str, 
         patch = render(scratch, commit, path)
         index.run("read-tree", parent)
         made, _ = stack.commit_patch(index, parent, patch)
+        if _said(scratch, commit) != _said(scratch, made):
+            raise Refused(f"the message or author of commit {commit[:12]} ({patch.subject}) would not survive in {path.name}: git ends a message at a line that "
+                          "begins with `---`, `diff -` or `Index: `, and takes a first line `From:`, `Date:` or `Subject:` for a header",
+                          "reword it (`git commit --amend`, or `git rebase -i`), for example by indenting that line")  # fmt: skip
         if path.exists():
             kept = read_patch(path)
             index.run("read-tree", parent)
@@ -152,6 +156,11 @@ def _patch_files(scratch: Git, base: Base, base_commit: str, overlay: dict[str, 
                 pass  # the old file no longer applies here: it is replaced
         yield patch
         parent = made
+
+
+def _said(git: Git, commit: str) -> list[str]:
+    """Author, date and message of a commit, without the blanks that git takes out of messages."""
+    return [line.rstrip() for line in git.text("log", "-1", "--format=%an%n%ae%n%ad%n%s%n%b", "--date=raw", commit).split("\n") if line.strip()]
 
 
 def _lock_text(git: Git, files: stack.StackFiles, base_commit: str, pinned_tree: str, upstream, ui: Ui) -> str:
