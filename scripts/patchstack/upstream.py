@@ -5,6 +5,7 @@ Sources: the sdist from a package index through the user's own pip (its index, p
 repository (URL or local clone), an sdist file, a plain directory. An sdist is the tagged tree plus generated files; it is
 imported without ever being unpacked on disk, as one commit that depends on its content alone.
 """
+import contextlib
 import hashlib
 import os
 import pathlib
@@ -323,8 +324,13 @@ def _import(base: Base, repository: pathlib.Path, kind: str, members: Iterator[t
                 out.close()
             except BrokenPipeError:
                 pass  # fast-import died; its message says why
+            except BaseException:
+                importer.kill()  # it would wait for the rest for ever
+                raise
             finally:
                 code = importer.wait()
+                with contextlib.suppress(BrokenPipeError):
+                    importer.stdin.close()
             if code:
                 messages.seek(0)
                 raise GitError(["git", "fast-import"], code, messages.read().decode("utf-8", "replace"))
