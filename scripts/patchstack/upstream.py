@@ -74,6 +74,7 @@ def fetch(base: Base, source: str, ui: Ui) -> Upstream:
     cache = cache_root()
     files.check_writable(cache)
     with files.locked(cache, ui.note):
+        _clear_stale(cache)
         if source == "auto":
             return _auto(base, cache, ui)
         if source == "pypi":
@@ -107,6 +108,15 @@ def import_directory(base: Base, path: pathlib.Path, ui: Ui) -> Upstream:
     files.check_writable(cache)
     with files.locked(cache, ui.note):
         return _from_directory(base, path, cache, ui)
+
+
+def _clear_stale(cache: pathlib.Path) -> None:
+    """Remove what killed runs left in the cache, and the imported directories of runs that have ended. Hold the cache's lock."""
+    for stale in (*(cache / "bases").glob(".import-*"), *(cache / "downloads").glob(".download-*")):
+        shutil.rmtree(stale, ignore_errors=True)
+    for stale in (cache / "bases").glob(".directory-*.git"):
+        if not pathlib.Path("/proc", stale.name.split("-")[1].removesuffix(".git")).exists():
+            shutil.rmtree(stale, ignore_errors=True)
 
 
 def _auto(base: Base, cache: pathlib.Path, ui: Ui) -> Upstream:
@@ -273,9 +283,6 @@ def _from_directory(base: Base, path: pathlib.Path, cache: pathlib.Path, ui: Ui)
     """Import a directory as it is now; never cached, since it can change."""
     if not (path / "vllm" / "__init__.py").is_file():
         raise Refused(f"{path} is not a vLLM source tree: it has no vllm/__init__.py")
-    for stale in (cache / "bases").glob(".directory-*.git"):
-        if not pathlib.Path("/proc", stale.name.split("-")[1].removesuffix(".git")).exists():  # its run has ended
-            shutil.rmtree(stale, ignore_errors=True)
     scratch = cache / "bases" / f".directory-{os.getpid()}.git"
     return _import(base, scratch, "directory", _walk(path), ui)
 
@@ -298,8 +305,6 @@ def _import(base: Base, repository: pathlib.Path, kind: str, members: Iterator[t
     """Stream the members into a new repository as one commit, and move that into the cache."""
     ui.step(f"importing vLLM {base.tag} ({kind}) into the cache")
     repository.parent.mkdir(parents=True, exist_ok=True)
-    for stale in repository.parent.glob(".import-*"):
-        shutil.rmtree(stale, ignore_errors=True)
     build = pathlib.Path(tempfile.mkdtemp(prefix=".import-", dir=repository.parent))
     git = Git(build, git_dir=build, log=ui.git)
     version: bytes | None = None
