@@ -387,6 +387,8 @@ def _from_git(base: Base, repository: str, cache: pathlib.Path, ui: Ui) -> Upstr
         if not base.is_commit(commit):
             raise Refused(f"{base.tag} in {repository} is commit {commit}, the pin is {base.commit}: the tag was moved, or this is another project",
                           "use another --source, or pin the new commit in base.toml")  # fmt: skip
+        if (kept := _cached(base, cache, "git", ui)) and kept.commit == commit:
+            return kept  # another run may be reading it
         git.run("update-ref", "refs/stack/base", commit)
         _store(git, build, target)
         return Upstream(target, commit, "git", None)
