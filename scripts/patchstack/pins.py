@@ -28,6 +28,11 @@ class Base:
     folder: pathlib.Path
     overlay_root: pathlib.Path
 
+    @property
+    def pinned(self) -> bool:
+        """False for a release that `drift` or `rebase` looks at and that has no hash yet."""
+        return bool(self.sdist_sha256)
+
     def is_commit(self, sha: str) -> bool:
         """Whether `sha`, full or at least 7 digits of it, names the pinned commit."""
         sha = sha.lower()
@@ -61,6 +66,14 @@ def load_bases(root: pathlib.Path = ROOT) -> list[Base]:
     return bases
 
 
+def unpinned(ref: str, like: Base) -> Base:
+    """A release that is no base yet, named by tag or version. Raises Usage if `ref` is neither."""
+    match = re.fullmatch(r"v?(\d+(?:\.\d+)+(?:\.?(?:post|rc)\d+)?)", ref)
+    if not match:
+        raise Usage(f"{ref!r} is neither a release (v0.32.0) nor an existing path")
+    return Base(f"v{match[1]}", match[1], "", "", like.repository, False, like.overlay, like.folder.parent / f"v{match[1]}", like.overlay_root)
+
+
 def find_base(ref: str | None, bases: list[Base]) -> Base:
     """The base that `ref` names: a tag (with or without `v`), or the pinned commit, full or abbreviated. None: the default."""
     if ref is None or ref == "":
@@ -71,6 +84,5 @@ def find_base(ref: str | None, bases: list[Base]) -> Base:
     pinned = ", ".join(f"{b.tag} ({b.commit})" for b in bases)
     raise Usage(
         f"{ref!r} is not a pinned base; the pinned ones are {pinned}",
-        f"choose one of them; to see how far the stack is from {ref}, the commands `drift` and `rebase` are planned: until they exist, "
-        "add a base by hand as the README's section \"Add a base\" says",
+        f"choose one of them; python apply.py drift --ref {ref} says how far the stack is from it, and rebase --to {ref} carries it there",
     )

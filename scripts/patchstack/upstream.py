@@ -93,6 +93,16 @@ def fetch(base: Base, source: str, ui: Ui) -> Upstream:
         raise Usage(f"--source {source!r} is none of auto, pypi, git, a URL, or an existing path")
 
 
+def downloaded(base: Base) -> pathlib.Path | None:
+    """The sdist that the cache keeps, None if it has none."""
+    path = _download_path(base, cache_root())
+    return path if path.is_file() else None
+
+
+def _download_path(base: Base, cache: pathlib.Path) -> pathlib.Path:
+    return cache / "downloads" / f"vllm-{base.version}.tar.gz"
+
+
 def cached(base: Base, ui: Ui) -> Upstream | None:
     """What the cache has of `base`, fetching nothing."""
     cache = cache_root()
@@ -151,7 +161,7 @@ def fetch_git_or_path(base: Base, repository: str, cache: pathlib.Path, ui: Ui) 
 
 def _repository(base: Base, cache: pathlib.Path, kind: str) -> pathlib.Path:
     # The sdist's hash is part of the name: another pin never meets an old import.
-    return cache / "bases" / (f"{base.tag}-sdist-{base.sdist_sha256[:12]}.git" if kind == "sdist" else f"{base.tag}-git.git")
+    return cache / "bases" / (f"{base.tag}-sdist-{base.sdist_sha256[:12] or 'unpinned'}.git" if kind == "sdist" else f"{base.tag}-git.git")
 
 
 def _cached(base: Base, cache: pathlib.Path, kind: str, ui: Ui) -> Upstream | None:
@@ -198,8 +208,8 @@ def _store(git: Git, build: pathlib.Path, repository: pathlib.Path) -> None:
 def _from_index(base: Base, cache: pathlib.Path, ui: Ui) -> Upstream:
     if found := _cached(base, cache, "sdist", ui):
         return found
-    kept = cache / "downloads" / f"vllm-{base.version}.tar.gz"
-    if kept.exists() and _sha256(kept) != base.sdist_sha256:
+    kept = _download_path(base, cache)
+    if kept.exists() and base.pinned and _sha256(kept) != base.sdist_sha256:
         ui.note(f"{kept} is damaged or not the pinned file: downloading it again")
         kept.unlink()
     if not kept.exists():
@@ -217,8 +227,8 @@ def _download(base: Base, kept: pathlib.Path, ui: Ui) -> None:
         (backend / "__init__.py").touch()
         (backend / "build_meta.py").write_text(_METADATA_BACKEND)
         requirement = pathlib.Path(folder) / "requirement.txt"
-        requirement.write_text(f"vllm=={base.version} --hash=sha256:{base.sdist_sha256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--require-hashes",
+        requirement.write_text(f"vllm=={base.version}" + (f" --hash=sha256:{base.sdist_sha256}\n" if base.pinned else "\n"))
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "vllm", "--no-build-isolation", *(["--require-hashes"] if base.pinned else []),
                    "--disable-pip-version-check", "--progress-bar", "on" if ui.err.isatty() else "off", "--dest", folder, "--requirement", str(requirement)]  # fmt: skip
         if ui.verbose:
             ui.git(" ".join(command))
@@ -234,7 +244,7 @@ def _download(base: Base, kept: pathlib.Path, ui: Ui) -> None:
             last = "\n  ".join(done.stderr.strip().splitlines()[-3:]) or f"exit code {done.returncode}"
             raise Unavailable(f"pip could not download vllm=={base.version}:\n  {last}")
         downloaded = [p for p in pathlib.Path(folder).glob("*.tar.gz")]
-        if len(downloaded) != 1 or _sha256(downloaded[0]) != base.sdist_sha256:
+        if len(downloaded) != 1 or (base.pinned and _sha256(downloaded[0]) != base.sdist_sha256):
             raise Refused(f"pip downloaded {[p.name for p in downloaded]}, expected one file with sha256 {base.sdist_sha256}")
         os.replace(downloaded[0], kept)
 
