@@ -5,6 +5,7 @@
 has it. Tests carry `@pytest.mark.base("v0.33.0")` when they hold for some bases only; the others are deselected, never
 skipped. Without `--base`, only the tests of the tool itself (tests/stack) are collected.
 """
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -20,11 +21,42 @@ if os.environ.get("VLLM_STACK_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 
+def _hide_cpu_build():
+    """Drop a "+cpu" from the version that vLLM reads of itself.
+
+    A vLLM that calls itself a CPU build switches Triton off unless Triton has a CPU backend, which the interpreter does
+    not need. The platform stays "cpu" through VLLM_TARGET_DEVICE.
+    """
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: version(name).removesuffix("+cpu") if name == "vllm" else version(name)
+
+
+def _mend_pytest_forked():
+    """Let forked tests report: pytest 9.2 keeps a node id object in a report, which pytest-forked 1.7.5 cannot send."""
+    try:
+        import pytest_forked
+    except ModuleNotFoundError:  # only tests/distributed needs it
+        return
+    serialize = pytest_forked.serialize_report
+
+    def serialize_report(report):
+        fields = serialize(report)
+        if "_id" in fields:
+            fields["nodeid"] = str(fields.pop("_id"))
+        return fields
+
+    pytest_forked.serialize_report = serialize_report
+
+
 def pytest_addoption(parser):
     parser.addoption("--base", default=None, help="base whose patched vLLM is on the path, for example v0.33.0")
 
 
 def pytest_configure(config):
+    _mend_pytest_forked()
+    # v0.11.0 knows the cpu platform by that suffix only, and its Triton does not look at it.
+    if config.getoption("--base") != "v0.11.0" and os.environ.get("VLLM_STACK_TEST_DEVICE", "cpu") == "cpu":
+        _hide_cpu_build()
     config.addinivalue_line("markers", "base(name, ...): the test holds for these bases only")
     config.addinivalue_line("markers", "cases(kind): feed `case` from tests/data/<kind>.json")
     config.addinivalue_line("markers", "gpu: the test needs a CUDA device")

@@ -11,6 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 
+def _preload() -> None:
+    """Import in the parent, once, what every rank would import by itself otherwise (seconds per rank)."""
+    from vllm.config import DeviceConfig, VllmConfig
+    from vllm.distributed import parallel_state  # noqa: F401
+
+    VllmConfig(device_config=DeviceConfig(device="cpu"))
+
+
+_preload()
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
