@@ -129,16 +129,14 @@ def upstream_files() -> dict[str, bytes]:
     return FILES | {LINK: FILES["vllm/envs.py"]}
 
 
-def patched_files(upto: int | None = None, overlay: bool = True) -> dict[str, bytes]:
-    """The files after the first `upto` patches (default: all of them and the overlay)."""
+def patched_files(upto: int | None = None) -> dict[str, bytes]:
+    """The files after the first `upto` patches, without the overlay (default: all patches and the overlay)."""
     files = dict(upstream_files())
     for _, _, edits in list(EDITS.values())[:upto]:
         for path, data in edits.items():
-            if data is None:
-                del files[path]
-            else:
-                files[path] = data
-    return files | (OVERLAY if overlay and upto is None else {})
+            files[path] = data
+    files = {path: data for path, data in files.items() if data is not None}
+    return files | (OVERLAY if upto is None else {})
 
 
 def message(topic: str, subject: str, *extra: str) -> str:
@@ -310,6 +308,7 @@ def make_template(room: pathlib.Path) -> Project:
     shutil.copytree(REPOSITORY / "scripts", project.root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy2(REPOSITORY / "apply.py", project.root / "apply.py")
     write_files(project.root / "vllm_overlay", OVERLAY)
+    (project.root / "tests" / "stack").mkdir(parents=True)  # the patches' `Tests:` name it
 
     up = project.upstream
     git(up, "init", "--quiet", "--template=", "--initial-branch=main", ".")

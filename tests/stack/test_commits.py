@@ -2,7 +2,7 @@
 """The commits that `apply` makes are git's own: `git am --keep-non-patch --committer-date-is-author-date` is the oracle."""
 import pytest
 
-from .project import OVERLAY, OVERLAY_PATH, TAG, TOPICS, commit, expected, git, message, patched_files, snapshot
+from .project import OVERLAY, OVERLAY_PATH, TOPICS, commit, expected, git, message, patched_files, snapshot
 
 IDENTITY = {"GIT_COMMITTER_NAME": "vllm-dcp-stack", "GIT_COMMITTER_EMAIL": "stack@vllm-dcp-stack.invalid"}
 
@@ -10,26 +10,29 @@ IDENTITY = {"GIT_COMMITTER_NAME": "vllm-dcp-stack", "GIT_COMMITTER_EMAIL": "stac
 def test_same_commits_as_git_am(project):
     clone = project.clone()
     project.apply("--source", clone)
+    ours = git(project.tree, "log", "--reverse", "--format=%H %s", "refs/patchstack/base..HEAD").splitlines()
+    overlay = ours[0].split(" ")[0]
+    assert git(project.tree, "diff", "--name-status", f"{overlay}~1", overlay) == f"A\t{OVERLAY_PATH}"
+    assert git(project.tree, "show", f"{overlay}:{OVERLAY_PATH}").encode() + b"\n" == OVERLAY[OVERLAY_PATH]
+    git(clone, "fetch", "--quiet", str(project.tree), "dcp-stack")
+    git(clone, "checkout", "--quiet", "--detach", overlay)
     paths = [str(project.folder() / f"{t}.patch") for t in TOPICS]
     git(clone, "am", "--quiet", "--keep-non-patch", "--keep-cr", "--committer-date-is-author-date", *paths, env=IDENTITY)
-    by_am = git(clone, "log", "--reverse", "--format=%H %s", f"{TAG}..HEAD").splitlines()
-    ours = git(project.tree, "log", "--reverse", "--format=%H %s", "refs/patchstack/base..HEAD").splitlines()
-    assert by_am == ours[:-1]
+    by_am = git(clone, "log", "--reverse", "--format=%H %s", f"{overlay}..HEAD").splitlines()
+    assert by_am == ours[1:]
     assert [line.split(" ", 1)[1] for line in by_am][:2] == ["[Bugfix][Kernel] Remember the world size of a group", "[Core] A flag \u2013 with a dash"]
-    assert git(project.tree, "diff", "--name-status", "HEAD~1", "HEAD") == f"A\t{OVERLAY_PATH}"
-    assert git(project.tree, "show", f"HEAD:{OVERLAY_PATH}").encode() + b"\n" == OVERLAY[OVERLAY_PATH]
 
 
 def test_the_tree_after_each_patch(applied):
     for number in range(len(TOPICS) + 1):
-        git(applied.tree, "checkout", "--quiet", "--detach", "refs/patchstack/base" if number == 0 else f"dcp-stack~{len(TOPICS) - number + 1}")
+        git(applied.tree, "checkout", "--quiet", "--detach", f"dcp-stack~{len(TOPICS) - number}")
         found = {k: v for k, v in snapshot(applied.tree).items() if k != "vllm/_version.py"}
-        assert found == expected(patched_files(number))
+        assert found == expected(patched_files(number) | OVERLAY)
 
 
 def test_authors_and_dates_are_the_patch_s(applied):
     shown = git(applied.tree, "log", "--reverse", "--format=%an|%ae|%aI|%cn|%cI", "refs/patchstack/base..HEAD").splitlines()
-    assert shown[1] == "Zo\u00eb \u00dcn\u00efcode|zoe@x.invalid|2026-01-01T21:40:00+01:00|vllm-dcp-stack|2026-01-01T21:40:00+01:00"
+    assert shown[2] == "Zo\u00eb \u00dcn\u00efcode|zoe@x.invalid|2026-01-01T21:40:00+01:00|vllm-dcp-stack|2026-01-01T21:40:00+01:00"
 
 
 SURROUNDINGS = [
@@ -61,7 +64,7 @@ def test_harmless_message_lines_survive(applied, body):
     commit(applied.tree, {"README.md": b"delta\n"}, text)
     applied.run("export", applied.tree)
     applied.apply(dest=applied.room / "again")
-    assert git(applied.room / "again", "log", "-1", "--format=%B", "HEAD~1") == text.rstrip("\n").replace("-- \n", "--\n")
+    assert git(applied.room / "again", "log", "-1", "--format=%B", "HEAD") == text.rstrip("\n").replace("-- \n", "--\n")
 
 
 @pytest.mark.parametrize("body", ["before\n---\nafter", "diff --git a/x b/x", "Index: x", "diff -u a b", "--- a/x\n+++ b/x", "--- a line of dashes"])
@@ -80,6 +83,6 @@ def test_an_in_body_from_line_does_not_change_the_author(applied):
     before = applied.patches()
     if applied.run("export", applied.tree, code=None).code == 0:
         applied.apply(dest=applied.room / "again")
-        assert git(applied.room / "again", "log", "-1", "--format=%an %B", "HEAD~1") == "Ann " + text.rstrip("\n")
+        assert git(applied.room / "again", "log", "-1", "--format=%an %B", "HEAD") == "Ann " + text.rstrip("\n")
     else:
         assert applied.patches() == before
