@@ -141,8 +141,11 @@ def _patch_files(scratch: Git, base: Base, base_commit: str, overlay: dict[str, 
         path = base.folder / f"{topic}.patch"
         patch = render(scratch, commit, path)
         index.run("read-tree", parent)
-        made, _ = stack.commit_patch(index, parent, patch)
-        if _said(scratch, commit) != _said(scratch, made):
+        try:
+            made, _ = stack.commit_patch(index, parent, patch)
+        except Conflict:  # the message was taken for a diff
+            made = None
+        if made is None or _said(scratch, commit) != _said(scratch, made):
             raise Refused(f"the message or author of commit {commit[:12]} ({patch.subject}) would not survive in {path.name}: git ends a message at a line that "
                           "begins with `---`, `diff -` or `Index: `, and takes a first line `From:`, `Date:` or `Subject:` for a header",
                           "reword it (`git commit --amend`, or `git rebase -i`), for example by indenting that line")  # fmt: skip
