@@ -96,6 +96,9 @@ def _inspect_git(git: Git, target: pathlib.Path, locks: list[tuple[Base, Lock]])
     dirty = place.dirty_paths(git)
     founds = [git.blobs(tree, sorted(lock.touched)) for _, lock in locks]
     state = next((s for (base, lock), found in zip(locks, founds, strict=True) if (s := _judge(base, lock, tree, found, target))), None)
+    laid = git.resolve(f"{place.APPLIED_REF}^{{tree}}")
+    if state and state.kind == APPLIED and state.level == "touched" and laid not in (None, tree):
+        state = None  # commits on files that no patch touches are commits that patches/ does not have, too
     if state is None or dirty:
         recorded = git.resolve(f"{place.BASE_REF}^{{tree}}")
         base = state.base if state else None
