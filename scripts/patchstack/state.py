@@ -50,7 +50,7 @@ def inspect(target: pathlib.Path, bases: list[Base], ui: Ui) -> State:
     if not locks:
         raise Usage("no base under patches/ has a lock.json", "write one with `apply.py export`")
     if (target / ".git").is_dir() or (target / ".git").is_file():
-        git = Git(target, log=ui.git)
+        git = Git(target, git_dir=target / ".git", work_tree=target, log=ui.git)  # never the repository above
         if git.resolve("HEAD^{commit}"):
             return _inspect_git(git, target, locks)
     return _inspect_directory(target, locks)
