@@ -48,7 +48,7 @@ def inspect(target: pathlib.Path, bases: list[Base], ui: Ui) -> State:
         raise Usage(f"{target} is not a directory", f"python apply.py apply --dest {shlex.quote(str(target))}")
     locks = [(base, load_lock(base.folder)) for base in bases if (base.folder / "lock.json").exists()]
     if not locks:
-        raise Usage("no base under patches/ has a lock.json", "write one with `apply.py export`")
+        raise Usage(f"no base has a lock.json: {', '.join(str(b.folder) for b in bases)}", "write one with `apply.py export DIR --base BASE`")
     if (target / ".git").is_dir() or (target / ".git").is_file():
         git = Git(target, git_dir=target / ".git", work_tree=target, log=ui.git)  # never the repository above
         if git.resolve("HEAD^{commit}"):
