@@ -126,4 +126,4 @@ def point_back(git: Git) -> None:
         git.run("update-ref", "--no-deref", "HEAD", base)
     for ref in (f"refs/heads/{BRANCH}", BASE_REF, APPLIED_REF):
         git.run("update-ref", "-d", ref)
-    git.run("config", "--remove-section", "patchstack")
+    git.try_run("config", "--remove-section", "patchstack")  # somebody may have removed it already
