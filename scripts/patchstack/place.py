@@ -70,13 +70,13 @@ def repository_of(target: pathlib.Path, ui: Ui) -> Git:
     return Git(target, git_dir=dot_git, work_tree=target, log=ui.git)
 
 
-def refuse_dirty(git: Git, target: pathlib.Path, overlay: set[str]) -> None:
-    """Refuse local changes, and untracked files that stand where an overlay file goes."""
+def refuse_dirty(git: Git, target: pathlib.Path, coming: set[str]) -> None:
+    """Refuse local changes, and untracked files that stand where a new file of the stack goes."""
     changed = dirty_paths(git)
-    in_the_way = sorted(p for p in overlay if (target / p).exists() and not git.ok("ls-files", "--error-unmatch", "--", p))
+    in_the_way = sorted(p for p in coming if os.path.lexists(target / p) and not git.ok("ls-files", "--error-unmatch", "--", p))
     if changed or in_the_way:
         shown = "".join(f"\n- {p}" for p in changed[:8]) + (f"\n- and {len(changed) - 8} more" if len(changed) > 8 else "")
-        shown += "".join(f"\n- {p} (untracked, where an overlay file goes)" for p in in_the_way)
+        shown += "".join(f"\n- {p} (untracked, where the stack puts a file)" for p in in_the_way)
         raise Refused(f"{target} has local changes:{shown}", f"commit or stash them (`git -C {target} stash -u`), then run the same command again; nothing was changed")
 
 
@@ -100,12 +100,25 @@ def replace(target: pathlib.Path, change: Callable[[Git], None], ui: Ui) -> None
         git.try_run("update-index", "-q", "--refresh")  # where links were not possible, inodes differ
         change(git)
         after = git.text("rev-parse", "HEAD")
-        git.run("read-tree", "-m", "-u", before, after)  # refuses to overwrite what is not committed
+        _refuse_overwriting(git, target, before, after)
+        git.run("read-tree", "-m", "-u", before, after)
         if inside:
             os.chdir("/")
         files.exchange(new, target)
     if inside:
         ui.note("your shell stands in the directory that was replaced: enter it again with `cd \"$PWD\"`")
+
+
+def _refuse_overwriting(git: Git, target: pathlib.Path, before: str, after: str) -> None:
+    """Refuse when a file that comes with `after` would replace one that git does not track: git keeps those, but not ignored ones."""
+    names = {kind: set(git.text("diff-tree", "-r", "-z", "--name-only", "--no-renames", f"--diff-filter={kind}", before, after).split("\0")) - {""} for kind in "AD"}
+    in_the_way = set()
+    for path in names["A"]:
+        parents = [str(p) for p in pathlib.PurePosixPath(path).parents][:-1]
+        in_the_way |= {p for p in parents if os.path.lexists(target / p) and not (target / p).is_dir()} - names["D"]
+        in_the_way |= {path} if os.path.lexists(target / path) else set()
+    if in_the_way:
+        raise Refused(f"{target} has untracked files where files would be put: {', '.join(sorted(in_the_way))}", "move them away, then run the same command again; nothing was changed")
 
 
 def point_branch(git: Git, base: Base, built: Built) -> None:

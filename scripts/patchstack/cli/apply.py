@@ -78,7 +78,7 @@ def _apply_in_place(args, ui, bases, base, files, lock, target, payload) -> None
         ui.say(f"already applied: {found.detail} at {target}")
         return
     git = place.repository_of(target, ui)
-    place.refuse_dirty(git, target, set() if found.kind == state.MODIFIED else set(files.overlay))
+    place.refuse_dirty(git, target, {path for path, (before, _) in lock.touched.items() if before is None})
     head = git.text("rev-parse", "HEAD")
     if found.kind == state.UNAPPLIED:
         base_commit = head
