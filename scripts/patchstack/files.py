@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import pathlib
 import shutil
@@ -84,13 +85,28 @@ def locked(folder: pathlib.Path, waiting: Callable[[str], None]) -> Iterator[Non
         os.close(fd)
 
 
+def _scratch_prefix(target: pathlib.Path) -> str:
+    return f".{target.name}.patchstack-"
+
+
+def _scratches(target: pathlib.Path) -> list[pathlib.Path]:
+    return list(target.parent.glob(f"{glob.escape(_scratch_prefix(target))}*"))
+
+
+def clear_scratch(target: pathlib.Path, waiting: Callable[[str], None]) -> None:
+    """Remove what a killed run left beside `target`, for a run that has nothing else to do there."""
+    if _scratches(target):
+        with locked(target.parent, waiting):
+            for stale in _scratches(target):
+                shutil.rmtree(stale, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def scratch_beside(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """A new directory on the file system of `target`, removed at the end; also removes what a killed run left. Hold the lock of the parent."""
-    prefix = f".{target.name}.patchstack-"
-    for stale in target.parent.glob(f"{prefix}*"):
+    for stale in _scratches(target):
         shutil.rmtree(stale, ignore_errors=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix=_scratch_prefix(target), dir=target.parent))
     try:
         yield scratch
     finally:

@@ -9,6 +9,7 @@ import pathlib
 
 from .. import place, stack, state
 from ..errors import OK, Refused
+from ..files import clear_scratch
 from ..git import Git
 from ..lock import load_lock
 from ..pins import ROOT, find_base, load_bases
@@ -74,6 +75,8 @@ def _apply_in_place(args, ui, bases, base, files, lock, target, payload) -> None
         what = f"{found.base.tag} ({found.kind})" if found.base else found.detail
         raise Refused(f"{target} is not {base.tag}: {what}", f"choose another --dest; or {found.next_step}")
     if found.kind == state.APPLIED:
+        if not args.dry_run:
+            clear_scratch(target.resolve(), ui.note)
         payload.update(state="already applied", level=found.level)
         ui.say(f"already applied: {found.detail} at {target}")
         return

@@ -7,6 +7,7 @@ import pathlib
 
 from .. import place, state
 from ..errors import OK, Refused
+from ..files import clear_scratch
 from ..pins import load_bases
 
 
@@ -20,6 +21,8 @@ def run(args, ui) -> int:
     found = state.inspect(target, load_bases(), ui)
     payload = {"dir": str(target), "base": found.base.tag if found.base else None, "dry_run": args.dry_run}
     if found.kind == state.UNAPPLIED:
+        if not args.dry_run:
+            clear_scratch(target.resolve(), ui.note)
         ui.result(payload | {"state": "already upstream"})
         ui.say(f"already upstream: {found.detail} at {target}")
         return OK
