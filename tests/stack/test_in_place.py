@@ -244,5 +244,5 @@ def test_a_newer_stack_replaces_an_older_one(project):
     assert "vllm/new_one.py" in project.apply(code=3).err
     (project.tree / "vllm/new_one.py").unlink()
     project.apply()
-    assert git(project.tree, "rev-parse", "HEAD") == git(project.room / "edit", "rev-parse", "HEAD")
+    assert git(project.tree, "rev-parse", "HEAD^{tree}") == git(project.room / "edit", "rev-parse", "HEAD^{tree}")
     project.run("unapply", project.tree)
