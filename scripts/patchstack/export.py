@@ -181,9 +181,9 @@ def _lock_text(git: Git, files: stack.StackFiles, base_commit: str, pinned_tree:
 def write(export: Export, target: pathlib.Path, ui: Ui) -> None:
     """Put the planned files in place: overlay files one by one, then the whole of patches/<base>/ in one step."""
     folder = export.base.folder
-    for path, data in export.overlay_changed.items():
-        write_atomic(export.base.overlay_root / path, data)
     with fs.locked(folder.parent, ui.note), fs.scratch_beside(folder) as scratch:
+        for path, data in export.overlay_changed.items():
+            write_atomic(export.base.overlay_root / path, data)
         new = scratch / "new"
         shutil.copytree(folder, new)
         for topic in export.dropped:
@@ -195,8 +195,15 @@ def write(export: Export, target: pathlib.Path, ui: Ui) -> None:
         for file in new.iterdir():
             os.chmod(file, 0o644)
         fs.exchange(new, folder)
-    git = place.repository_of(target, ui)  # what the tree holds is saved now: `unapply` may drop it
-    git.run("update-ref", place.APPLIED_REF, "HEAD")
+    record(export, target, ui)
+
+
+def record(export: Export, target: pathlib.Path, ui: Ui) -> None:
+    """Note that what the tree holds is saved: `unapply` may drop it. Also for a run that finds the work of a killed one done."""
+    fs.clear_scratch(export.base.folder, ui.note)
+    git = place.repository_of(target, ui)
+    if git.resolve(place.APPLIED_REF) != git.text("rev-parse", "HEAD"):
+        git.run("update-ref", place.APPLIED_REF, "HEAD")
 
 
 def choose_base(target: pathlib.Path, named: str | None, bases: list[Base], ui: Ui) -> Base:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import pathlib
-import tempfile
 from dataclasses import asdict, dataclass
 
 from .errors import Usage
@@ -71,14 +70,14 @@ def load_lock(folder: pathlib.Path) -> Lock:
 def write_atomic(path: pathlib.Path, data: bytes) -> None:
     """Replace `path` in one step; a killed run leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.parent / f".{path.name}.patchstack-new"  # one name: the next run replaces what a killed one left
     try:
-        with os.fdopen(fd, "wb") as f:
+        with temporary.open("wb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        pathlib.Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -24,8 +24,8 @@ def run(args, ui) -> int:
     base = export.choose_base(target, args.base, load_bases(), ui)
     planned = export.plan(target, base, args.allow_drop, ui)
     anything = planned.anything
-    if anything and not args.dry_run:
-        export.write(planned, target, ui)
+    if not args.dry_run:
+        (export.write if anything else export.record)(planned, target, ui)
     payload = {"dir": str(target), "base": base.tag, "dry_run": args.dry_run, "changed": list(planned.changed), "new": list(planned.new),
                "dropped": list(planned.dropped), "overlay_changed": sorted(planned.overlay_changed), "written": anything and not args.dry_run}  # fmt: skip
     ui.result(payload)
