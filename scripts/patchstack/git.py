@@ -31,7 +31,7 @@ _SEAL = {
     "i18n.logOutputEncoding": "utf-8", "mailinfo.scissors": "false", "rerere.enabled": "false", "submodule.recurse": "false",
     "gc.auto": "0", "maintenance.auto": "false", "advice.detachedHead": "false", "checkout.workers": "0", "diff.renames": "false",
     "status.renames": "false", "merge.conflictStyle": "diff3", "init.templateDir": "", "safe.directory": "*",
-    "core.compression": "1",
+    "core.compression": "1", "core.commentChar": "#", "trailer.separators": ":",
 }  # fmt: skip
 _DROPPED_ENVIRONMENT = re.compile(r"GIT_.*|LC_.*|LANG|LANGUAGE|TZ|EMAIL")
 
