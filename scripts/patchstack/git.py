@@ -34,6 +34,9 @@ _SEAL = {
     "core.compression": "1", "core.commentChar": "#", "trailer.separators": ":",
 }  # fmt: skip
 _DROPPED_ENVIRONMENT = re.compile(r"GIT_.*|LC_.*|LANG|LANGUAGE|TZ|EMAIL")
+# What would make a network command read or write another repository than the one it is given.
+_OTHER_REPOSITORY = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR",
+                     "GIT_NAMESPACE", "GIT_SHALLOW_FILE", "GIT_GRAFT_FILE", "GIT_QUARANTINE_PATH", "GIT_DEFAULT_HASH", "GIT_PREFIX"}  # fmt: skip
 
 
 def sealed_environment() -> dict[str, str]:
@@ -136,7 +139,9 @@ class Git:
         """Run a command with the user's own configuration (proxy, certificates, credentials); no prompt."""
         if self.log:
             self.log("git " + " ".join(args))
-        return self._call(["git", *args], dict(os.environ) | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}, None)
+        kept = {k: v for k, v in os.environ.items() if k not in _OTHER_REPOSITORY}
+        quiet = ("-c", "gc.auto=0", "-c", "maintenance.auto=false", "-c", f"core.hooksPath={os.devnull}")
+        return self._call(["git", *quiet, *args], kept | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}, None)
 
     def resolve(self, revision: str) -> str | None:
         """The object id of `revision`, None if there is none."""
