@@ -78,21 +78,25 @@ def load_series(folder: pathlib.Path) -> Series:
 
 
 def rewrite_series(text: str, topics: list[str]) -> str:
-    """`text` with its patch lines replaced by `topics` in that order; comments stay above the patch they stood above."""
+    """`text` with its patch lines replaced by `topics` in that order; comments stay above the patch they stood above,
+    `part` lines below the patch that contains them; they leave with it."""
     if not any(line.strip().endswith(".patch") and len(line.split()) == 1 for line in text.splitlines()):
         return text + "".join(f"{topic}.patch\n" for topic in topics)
     above: dict[str, list[str]] = {}
+    parts: dict[str, list[str]] = {}
     pending: list[str] = []
     for line in text.splitlines():
         if line.strip().endswith(".patch") and len(line.split()) == 1:
             above[line.strip().removesuffix(".patch")] = pending
             pending = []
+        elif line.split()[:1] == ["part"]:
+            parts.setdefault(line.split()[2], []).append(line)
         else:
             pending.append(line)
     out: list[str] = []
     for topic in topics:
         out += above.pop(topic, [])
-        out.append(f"{topic}.patch")
+        out += [f"{topic}.patch", *parts.get(topic, [])]
     for comments in above.values():  # of patches that left the series: keep what was said there
         out += comments
     return "\n".join([*out, *pending]).rstrip("\n") + "\n" if [*out, *pending] else ""
