@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the same probe on the tree under test and on an unpatched v0.11.0, to compare what I = 1 gives.
+
+The unpatched tree is named by the environment variable VLLM_STACK_UNPATCHED_TREE and imported in a process of its own.
+A probe is a function of this module: it takes `set_group(world, rank)` and returns named arrays.
+"""
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+
+BATCHES = 1000
+GROUP_USERS = {"slot_mappings": ["vllm.v1.worker.block_table"]}
+
+
+def slot_mappings(set_group) -> dict[str, np.ndarray]:
+    """Slot mappings of BATCHES random batches, with and without DCP, no interleave size given."""
+    import torch
+
+    from vllm.v1.worker.block_table import MultiGroupBlockTable
+
+    out = []
+    for seed in range(BATCHES):
+        rng = np.random.default_rng(seed)
+        world = int(rng.integers(1, 17))
+        set_group(world, int(rng.integers(0, world)))
+        longest = int(rng.integers(1, 5000))
+        tables = MultiGroupBlockTable(max_num_reqs=4, max_model_len=longest, max_num_batched_tokens=64, pin_memory=False,
+                                      device=torch.device("cpu"), block_sizes=[int(rng.choice([1, 16, 48, 64, 128]))])
+        blocks = tables[0].max_num_blocks_per_req
+        for row, ids in enumerate(rng.permutation(4 * blocks).reshape(4, blocks)):
+            tables.add_row((ids.tolist(), ), row)
+        tables.compute_slot_mapping(rng.integers(0, 4, 64), rng.integers(0, longest, 64))
+        out.append(tables[0].slot_mapping.np.copy())
+    return {"slot_mapping": np.stack(out)}
+
+
+def set_group_in(modules, setattr_=setattr):
+    """A `set_group` that replaces `get_dcp_group` in the named modules."""
+
+    def set_group(world, rank):
+        for module in map(importlib.import_module, modules):
+            setattr_(module, "get_dcp_group", lambda: SimpleNamespace(world_size=world, rank_in_group=rank))
+
+    return set_group
+
+
+def run_unpatched(probe: str, out: pathlib.Path) -> dict[str, np.ndarray] | None:
+    """The probe's arrays from the unpatched tree, None when no tree is named."""
+    tree = os.environ.get("VLLM_STACK_UNPATCHED_TREE")
+    if not tree:
+        return None
+    root = pathlib.Path(__file__).parents[3]
+    path = os.pathsep.join([tree, str(root), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-m", __name__, probe, str(out), tree], check=True, cwd=root, env=os.environ | {"PYTHONPATH": path}, timeout=300)
+    with np.load(out) as arrays:
+        return dict(arrays)
+
+
+if __name__ == "__main__":
+    import vllm
+
+    name, path, tree = sys.argv[1:]
+    assert pathlib.Path(tree).resolve() in pathlib.Path(vllm.__file__).resolve().parents, f"{vllm.__file__} is not the unpatched tree {tree}"
+    np.savez(path, **globals()[name](set_group_in(GROUP_USERS[name])))
