@@ -21,6 +21,16 @@ def set_dcp(monkeypatch):
 
 
 @pytest.fixture
+def unpinned(monkeypatch):
+    """The MLA builder pins host memory; without an accelerator that is an error."""
+    import torch
+
+    from tests.runtime.v0_11_0 import mla
+
+    monkeypatch.setattr(torch, "zeros", mla.zeros_without_pinning())
+
+
+@pytest.fixture
 def neutral_platform(monkeypatch):
     """A platform that leaves the block size alone (the CPU one accepts 16 only)."""
     from vllm.platforms import current_platform

@@ -14,7 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 
 BATCHES = 1000
-GROUP_USERS = {"slot_mappings": ["vllm.v1.worker.block_table"]}
+GROUP_USERS = {
+    "slot_mappings": ["vllm.v1.worker.block_table"],
+    "decode_seq_lens": ["vllm.v1.attention.backends.mla.common"],
+}
 
 
 def slot_mappings(set_group) -> dict[str, np.ndarray]:
@@ -37,6 +40,27 @@ def slot_mappings(set_group) -> dict[str, np.ndarray]:
         tables.compute_slot_mapping(rng.integers(0, 4, 64), rng.integers(0, longest, 64))
         out.append(tables[0].slot_mapping.np.copy())
     return {"slot_mapping": np.stack(out)}
+
+
+def decode_seq_lens(set_group, interleave=None) -> dict[str, np.ndarray]:
+    """Decode lengths that the MLA builder makes of BATCHES random batches with a DCP group of 1 to 8."""
+    from tests.runtime.v0_11_0 import mla
+
+    out = {"sizes": [], "worlds": [], "ranks": [], "lengths": [], "local": []}
+    for seed in range(BATCHES):
+        rng = np.random.default_rng(seed)
+        world = int(2**rng.integers(0, 4))
+        rank, decodes = int(rng.integers(0, world)), int(rng.integers(1, 9))
+        set_group(world, rank)
+        builder = mla.make_builder(mla.stand_in_config(world, interleave, max_model_len=64))
+        lengths = rng.integers(1, 20_000, decodes)
+        metadata = builder.build(0, mla.common_metadata([1] * decodes, (lengths - 1).tolist()))
+        out["sizes"].append([decodes])
+        out["worlds"].append([world] * decodes)
+        out["ranks"].append([rank] * decodes)
+        out["lengths"].append(lengths)
+        out["local"].append(metadata.decode.seq_lens.numpy())
+    return {name: np.concatenate(parts) for name, parts in out.items()}
 
 
 def set_group_in(modules, setattr_=setattr):
@@ -62,8 +86,12 @@ def run_unpatched(probe: str, out: pathlib.Path) -> dict[str, np.ndarray] | None
 
 
 if __name__ == "__main__":
+    import torch
     import vllm
+
+    from tests.runtime.v0_11_0 import mla
 
     name, path, tree = sys.argv[1:]
     assert pathlib.Path(tree).resolve() in pathlib.Path(vllm.__file__).resolve().parents, f"{vllm.__file__} is not the unpatched tree {tree}"
+    torch.zeros = mla.zeros_without_pinning()
     np.savez(path, **globals()[name](set_group_in(GROUP_USERS[name])))
