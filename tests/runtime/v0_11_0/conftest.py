@@ -20,6 +20,14 @@ def set_dcp(monkeypatch):
     return set_group
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """The tensors are small and the machine may be busy."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def unpinned(monkeypatch):
     """The MLA builder pins host memory; without an accelerator that is an error."""

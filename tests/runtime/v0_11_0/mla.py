@@ -32,14 +32,18 @@ def zeros_without_pinning(zeros=torch.zeros):
     return unpinned
 
 
-def make_builder(config, cuda: bool = True, builder_cls=None):
-    """The real builder, its constructor included; `cuda`: aligns chunks to pages as it does on CUDA."""
+def make_builder(config, cuda: bool = True, workspace: int | None = None):
+    """The real builder, its constructor included; `cuda`: aligns chunks to pages as it does on CUDA; `workspace`: rows for context."""
     from vllm.v1.attention.backends.mla.common import MLACommonMetadataBuilder
 
     spec = SimpleNamespace(block_size=config.cache_config.block_size, num_kv_heads=1)
-    builder = (builder_cls or MLACommonMetadataBuilder)(spec, ["layer"], config, torch.device("cpu"))
+    builder = MLACommonMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
     builder.aot_schedule = cuda
     builder.page_size = spec.block_size
+    if workspace is not None:
+        parts = builder.dcp_world_size + 1 if builder.dcp_world_size > 1 else builder.dcp_world_size
+        builder.chunked_prefill_workspace_size = workspace
+        builder.chunked_prefill_workspace = torch.full((workspace // builder.dcp_world_size * parts, LORA + ROPE), torch.nan)
     return builder
 
 

@@ -17,6 +17,7 @@ BATCHES = 1000
 GROUP_USERS = {
     "slot_mappings": ["vllm.v1.worker.block_table"],
     "decode_seq_lens": ["vllm.v1.attention.backends.mla.common"],
+    "context_chunks": ["vllm.v1.attention.backends.mla.common"],
 }
 
 
@@ -63,6 +64,44 @@ def decode_seq_lens(set_group, interleave=None) -> dict[str, np.ndarray]:
     return {name: np.concatenate(parts) for name, parts in out.items()}
 
 
+def context_chunks(set_group, interleave=None) -> dict[str, np.ndarray]:
+    """Chunked-context metadata of BATCHES random batches, and what the unpad step makes of a gathered workspace."""
+    import torch
+
+    from tests.runtime.v0_11_0 import mla
+    from vllm.v1.attention.backends.mla.common import reorg_kvcache
+
+    out = {name: [] for name in ("worlds", "cu_seq_lens", "starts", "seq_tot", "max_seq_lens", "seq_lens", "padded", "padded_cu", "rows")}
+    for seed in range(BATCHES):
+        rng = np.random.default_rng(seed)
+        world = int(2**rng.integers(0, 4))
+        set_group(world, int(rng.integers(0, world)))
+        prefills = int(rng.integers(1, 6))
+        context = (rng.integers(0, 3000, prefills) * rng.integers(0, 2, prefills)).tolist()
+        context[int(rng.integers(0, prefills))] = int(rng.integers(1, 3000))
+        builder = mla.make_builder(mla.stand_in_config(world, interleave, max_model_len=64))
+        builder.chunked_prefill_workspace_size = 64 * int(rng.integers(prefills, 40))  # small: several chunks
+        chunks = builder.build(0, mla.common_metadata(rng.integers(2, 9, prefills).tolist(), context)).prefill.chunked_context
+        out["worlds"].append([world])
+        for name in ("cu_seq_lens", "starts", "seq_tot", "max_seq_lens", "seq_lens"):
+            out[name].append(np.asarray(getattr(chunks, name)).ravel())
+        if world == 1:
+            continue
+        patched = hasattr(chunks, "padded_local_chunk_seq_lens")
+        padded = chunks.padded_local_chunk_seq_lens if patched else chunks.cp_chunk_seq_lens
+        out["padded"].append(np.asarray(padded).ravel())
+        out["padded_cu"].append(np.asarray(chunks.padded_local_cu_seq_lens if patched else chunks.cp_cu_seq_lens).ravel())
+        for i, toks in enumerate(chunks.seq_tot):
+            gathered = torch.arange(world * toks).view(-1, 1, 1)
+            total, longest = chunks.cu_seq_lens_lst[i][-1], chunks.max_seq_lens[i]
+            if patched:
+                rows = reorg_kvcache(gathered, -gathered, padded[i], chunks.local_chunk_seq_lens_allranks[i], total, longest, toks)
+            else:
+                rows = reorg_kvcache(gathered, -gathered, padded[i], chunks.origin_context_lens, world, total, longest, chunks.chunk_size, i, toks)
+            out["rows"].append(torch.stack(rows).numpy().ravel())
+    return {name: np.concatenate(parts) for name, parts in out.items()}
+
+
 def set_group_in(modules, setattr_=setattr):
     """A `set_group` that replaces `get_dcp_group` in the named modules."""
 
@@ -93,5 +132,6 @@ if __name__ == "__main__":
 
     name, path, tree = sys.argv[1:]
     assert pathlib.Path(tree).resolve() in pathlib.Path(vllm.__file__).resolve().parents, f"{vllm.__file__} is not the unpatched tree {tree}"
+    torch.set_num_threads(1)
     torch.zeros = mla.zeros_without_pinning()
     np.savez(path, **globals()[name](set_group_in(GROUP_USERS[name])))
