@@ -332,7 +332,7 @@ def _import(base: Base, repository: pathlib.Path, kind: str, members: Iterator[t
                         version = data
                     if path.startswith(_GENERATED):
                         continue
-                    quoted = path if not path.startswith('"') and "\n" not in path else '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
+                    quoted = path if not path.startswith('"') and "\n" not in path else '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
                     out.write(f"M {'100755' if executable else '100644'} inline {quoted}\n".encode("utf-8", "surrogateescape"))
                     out.write(_counted(data))
                 out.write(b"done\n")
