@@ -4,6 +4,8 @@
 A message names what was found, where, and what was expected; `next_step` is the command or action that helps.
 """
 
+import re
+
 OK = 0
 FINDINGS = 1
 
@@ -43,6 +45,11 @@ class Unavailable(StackError):
     exit_code = 5
 
 
+def cannot_write(stderr: str) -> bool:
+    """Whether git says that it could not write: a full or read-only disk. Not every message of git names the reason."""
+    return bool(re.search(r"No space left on device|Disk quota exceeded|Read-only file system|Permission denied|(unable|failed) to write|(could not|cannot|couldn't) write|write error", stderr))
+
+
 class GitError(StackError):
     """A git command failed in a way that the caller did not expect."""
 
@@ -52,6 +59,9 @@ class GitError(StackError):
         self.argv = argv
         self.returncode = returncode
         self.stderr = stderr
-        if "No space left on device" in stderr or "Read-only file system" in stderr or "Permission denied" in stderr:
+        if re.search(r"Unable to create '.*\.lock': File exists", stderr):
             self.exit_code = Refused.exit_code
-            self.next_step = "make room or choose another --dest or cache folder, then run the same command again; nothing was changed"
+            self.next_step = "wait until the other git command has ended, or remove that lock file from the tree if there is none; nothing was changed"
+        elif cannot_write(stderr):
+            self.exit_code = Refused.exit_code
+            self.next_step = "make room (is there space on the disk?) or choose another --dest or cache folder, then run the same command again; nothing was changed"

@@ -392,6 +392,8 @@ def _from_git(base: Base, repository: str, cache: pathlib.Path, ui: Ui) -> Upstr
         done = git.network("-c", "protocol.version=2", "fetch", "--quiet", "--no-tags", "--depth=1", url, wanted)
         if done.returncode:
             said = done.stderr.decode("utf-8", "replace").strip()
+            if re.search(r"No space left on device|Disk quota exceeded|Read-only file system|failed to write", said):  # ours, not the other side
+                raise GitError(["git", "fetch", url, wanted], done.returncode, said)
             raise Unavailable(f"git could not fetch {base.tag} from {repository}:\n  " + "\n  ".join(said.splitlines()[-3:]))
         commit = git.text("rev-parse", "FETCH_HEAD^{commit}")
         if not base.is_commit(commit):
