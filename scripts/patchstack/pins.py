@@ -3,7 +3,7 @@
 import pathlib
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import Usage
 
@@ -15,7 +15,7 @@ class Base:
     """One pinned release.
 
     `commit` may be abbreviated (an sdist names only nine digits). `overlay` lists the files of vllm_overlay/ that this
-    base takes. `folder` holds base.toml, series, the patches and lock.json; `overlay_root` the overlay files.
+    base takes. `wheels` maps the platform tag of each official wheel to its sha256. `folder` holds base.toml, series, the patches and lock.json; `overlay_root` the overlay files.
     """
 
     tag: str
@@ -27,6 +27,7 @@ class Base:
     overlay: tuple[str, ...]
     folder: pathlib.Path
     overlay_root: pathlib.Path
+    wheels: dict[str, str] = field(default_factory=dict)
 
     @property
     def pinned(self) -> bool:
@@ -46,7 +47,7 @@ def load_base(folder: pathlib.Path, overlay_root: pathlib.Path) -> Base:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         return Base(tag=data["tag"], version=data["version"], commit=data["commit"].lower(), sdist_sha256=data["sdist_sha256"].lower(),
                     repository=data["repository"], default=bool(data.get("default", False)), overlay=tuple(data.get("overlay", [])),
-                    folder=folder, overlay_root=overlay_root)  # fmt: skip
+                    folder=folder, overlay_root=overlay_root, wheels={k: v.lower() for k, v in data.get("wheels", {}).items()})  # fmt: skip
     except FileNotFoundError:
         raise Usage(f"{path} is missing", "each folder under patches/ needs a base.toml") from None
     except tomllib.TOMLDecodeError as e:

@@ -21,6 +21,10 @@ class GitTree:
         """The blob id of `path`, None if there is no such file."""
         return self._ids.get(path)
 
+    def paths(self) -> list[str]:
+        """Every file, in git's order."""
+        return list(self._ids)
+
     def read(self, path: str) -> bytes | None:
         oid = self._ids.get(path)
         if oid is None:

@@ -6,13 +6,10 @@ repository (URL or local clone), an sdist file, a plain directory. An sdist is t
 imported without ever being unpacked on disk, as one commit that depends on its content alone.
 """
 import contextlib
-import hashlib
 import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from . import files
+from .downloads import pip_download, sha256
 from .errors import GitError, Refused, Unavailable, Usage
 from .git import Git
 from .patchfile import unsafe_path
@@ -209,7 +207,7 @@ def _from_index(base: Base, cache: pathlib.Path, ui: Ui) -> Upstream:
     if found := _cached(base, cache, "sdist", ui):
         return found
     kept = _download_path(base, cache)
-    if kept.exists() and base.pinned and _sha256(kept) != base.sdist_sha256:
+    if kept.exists() and base.pinned and sha256(kept) != base.sdist_sha256:
         ui.note(f"{kept} is damaged or not the pinned file: downloading it again")
         kept.unlink()
     if not kept.exists():
@@ -226,39 +224,19 @@ def _download(base: Base, kept: pathlib.Path, ui: Ui) -> None:
         backend.mkdir(parents=True)
         (backend / "__init__.py").touch()
         (backend / "build_meta.py").write_text(_METADATA_BACKEND)
-        requirement = pathlib.Path(folder) / "requirement.txt"
-        requirement.write_text(f"vllm=={base.version}" + (f" --hash=sha256:{base.sdist_sha256}\n" if base.pinned else "\n"))
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "vllm", "--no-build-isolation", *(["--require-hashes"] if base.pinned else []),
-                   "--disable-pip-version-check", "--progress-bar", "on" if ui.err.isatty() else "off", "--dest", folder, "--requirement", str(requirement)]  # fmt: skip
-        if ui.verbose:
-            ui.git(" ".join(command))
-        # The stand-in backend is found first; HOME, PIP_* and the proxy variables stay the user's.
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(backend.parent)}, stdin=subprocess.DEVNULL,
-                              stdout=subprocess.DEVNULL if not ui.err.isatty() else ui.err.fileno(), stderr=subprocess.PIPE, text=True)  # fmt: skip
-        if done.returncode:
-            if "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stderr:
-                raise Refused(f"the index serves another vllm-{base.version}.tar.gz than the pinned one (sha256 {base.sdist_sha256}):\n{done.stderr.strip()}",
-                              "do not use that index, or, if the release was really replaced, pin it anew in base.toml")  # fmt: skip
-            if "No space left on device" in done.stderr or "Read-only file system" in done.stderr:
-                raise Refused(f"pip cannot write the sdist: {done.stderr.strip().splitlines()[-1]}", "make room, or set VLLM_STACK_CACHE to another folder")
-            last = "\n  ".join(done.stderr.strip().splitlines()[-3:]) or f"exit code {done.returncode}"
-            raise Unavailable(f"pip could not download vllm=={base.version}:\n  {last}")
-        downloaded = [p for p in pathlib.Path(folder).glob("*.tar.gz")]
-        if len(downloaded) != 1 or (base.pinned and _sha256(downloaded[0]) != base.sdist_sha256):
+        # The stand-in backend is found first.
+        requirement = f"vllm=={base.version}" + (f" --hash=sha256:{base.sdist_sha256}" if base.pinned else "")
+        downloaded = pip_download(f"vllm-{base.version}.tar.gz", [requirement], pathlib.Path(folder), ["--no-binary", "vllm", "--no-build-isolation"], ui, {"PYTHONPATH": str(backend.parent)})
+        if len(downloaded) != 1 or (base.pinned and sha256(downloaded[0]) != base.sdist_sha256):
             raise Refused(f"pip downloaded {[p.name for p in downloaded]}, expected one file with sha256 {base.sdist_sha256}")
         os.replace(downloaded[0], kept)
 
 
 def _from_sdist_file(base: Base, path: pathlib.Path, cache: pathlib.Path, ui: Ui) -> Upstream:
-    actual = _sha256(path)
+    actual = sha256(path)
     if actual != base.sdist_sha256:
         raise Refused(f"{path} is not the pinned sdist of {base.tag}:\n  expected sha256 {base.sdist_sha256}\n  found           {actual}", "give the right file, or --source pypi")
     return _cached(base, cache, "sdist", ui) or _import_sdist(base, path, cache, ui)
-
-
-def _sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def sdist_members(archive: tarfile.TarFile) -> Iterator[tuple[str, bool, IO[bytes]]]:
@@ -352,7 +330,7 @@ def _import(base: Base, repository: pathlib.Path, kind: str, members: Iterator[t
         if version is not None:
             blob = git.text("hash-object", "-w", "--stdin", input=version)
             git.run("update-ref", "refs/stack/version", blob)
-            _check_version(base, version)
+            check_version(base, version)
         commit = git.text("rev-parse", "refs/stack/base")
         _store(git, build, repository)
         return Upstream(repository, commit, kind, version)
@@ -364,7 +342,7 @@ def _counted(data: bytes) -> bytes:
     return b"data %d\n%b\n" % (len(data), data)
 
 
-def _check_version(base: Base, version_file: bytes) -> None:
+def check_version(base: Base, version_file: bytes) -> None:
     """An sdist names its commit in vllm/_version.py (`__commit_id__ = 'g<hex>'`): it must be the pinned one."""
     match = re.search(rb"commit_id = '?g?([0-9a-f]{7,40})'", version_file)
     if match and not base.is_commit(match[1].decode()):
