@@ -70,10 +70,10 @@ def _located(error: StackError, path: pathlib.Path, root: pathlib.Path) -> Repor
 def check_series(base: Base, series: Series) -> Iterator[tuple[pathlib.Path, int, str]]:
     """Series and directory agree; nothing else lies in the directory."""
     listed = {f"{t}.patch" for t in series.patches}
-    known = listed | {"series", "base.toml", "lock.json"}
+    known = listed | {"series", "base.toml", "lock.json", "bundle.txt"}
     for path in sorted(base.folder.iterdir()):
         if path.name not in known:
-            why = "is not listed in series" if path.suffix == ".patch" else "is no patch, series, base.toml or lock.json"
+            why = "is not listed in series" if path.suffix == ".patch" else "is no patch, series, base.toml, bundle.txt or lock.json"
             yield path, 1, why
     for topic in series.patches:
         if not (base.folder / f"{topic}.patch").exists():

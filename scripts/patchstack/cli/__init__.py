@@ -13,7 +13,7 @@ from ..errors import Refused, StackError
 from ..git import require_git
 from ..report import Ui
 
-COMMANDS = ("apply", "verify", "status", "unapply", "export", "lint", "bases", "drift", "rebase", "carve", "wheel")
+COMMANDS = ("apply", "verify", "status", "unapply", "export", "lint", "bases", "drift", "rebase", "carve", "wheel", "bundle")
 
 EXIT_CODES = """\
 exit codes: 0 ok, 1 findings, 2 usage, 3 refused (dirty tree, wrong base, git too old, no room),

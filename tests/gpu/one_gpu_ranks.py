@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several vLLM ranks on one GPU: a process for each, collectives over gloo. For tests and benchmarks of results, not of speed.
+
+NCCL refuses two ranks on one device, and with PyNCCL off the CUDA communicator returns memory that nobody wrote. `install`
+gives it collectives that copy through the host: exact for gathers, and for sums the same float32 sum in rank order on every
+rank. Direct symmetric-memory paths are off, since ranks on one device are no peers.
+
+    def work(rank, world, arguments):           # in a module that can be imported
+        with vllm_world(rank, world) as config:
+            parallel_state.initialize_model_parallel(...)
+
+    results = run_ranks(work, 4, arguments)
+
+For a whole engine call `install()` in each rank before the engine is made, with `distributed_executor_backend=
+"external_launcher"`, `disable_custom_all_reduce=True`, `enforce_eager=True` and `gpu_memory_utilization=memory_share(world)`.
+"""
+import contextlib
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ENVIRONMENT = {
+    "VLLM_DISABLE_PYNCCL": "1",
+    "VLLM_USE_DIRECT_DCP_A2A": "0",
+    "VLLM_USE_DIRECT_DCP_Q_GATHER": "0",
+    "VLLM_USE_DIRECT_DCP_KV_GATHER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+
+
+def device() -> torch.device:
+    """The one GPU; the CPU where a test runs without one."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def memory_share(world: int, of: float = 0.8) -> float:
+    """`gpu_memory_utilization` of each rank: it counts the whole card."""
+    return of / world
+
+
+# ---- collectives
+
+
+def _refuse_capture(x: torch.Tensor) -> None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("collectives of one_gpu_ranks copy through the host and cannot be captured in a CUDA graph: use enforce_eager=True")
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """`x` as flat bytes on the host; waits for the current stream."""
+    _refuse_capture(x)
+    return x.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+
+
+def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Every rank's tensor, which has `sizes[rank]` rows and `x`'s other dimensions, in rank order. Exact for every type."""
+    mine = _bytes(x)
+    row = x[0].numel() * x.element_size() if x.shape[0] else torch.empty(x.shape[1:], dtype=x.dtype).numel() * x.element_size()
+    if mine.numel() != sizes[dist.get_rank(group)] * row:
+        raise ValueError(f"rank {dist.get_rank(group)} has {x.shape[0]} rows, sizes say {sizes[dist.get_rank(group)]}")
+    longest = max(sizes) * row
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: mine.numel()] = mine
+    received = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(received, padded, group=group)
+    return [part[: n * row].to(x.device).view(x.dtype).reshape(n, *x.shape[1:]) for part, n in zip(received, sizes, strict=True)]
+
+
+def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks, in rank order: in float32 for narrower floats, in the tensor's own type otherwise."""
+    wide = torch.float32 if x.dtype.is_floating_point and x.dtype.itemsize < 4 else x.dtype
+    parts = gather_rows(x.reshape(1, -1), [1] * dist.get_world_size(group), group)
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(x.dtype).reshape(x.shape)
+
+
+class OneGpuCommunicator:
+    """The collectives of vLLM's CudaCommunicator, with its names and meaning. `self` has cpu_group, world_size and rank_in_group."""
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        return _sum(input_, self.cpu_group)
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat([p.reshape(input_.shape) for p in gather_rows(input_.reshape(1, -1), [1] * self.world_size, self.cpu_group)], dim)
+
+    def all_gatherv(self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None):
+        if dim != 0:
+            raise NotImplementedError("only dim 0 all-gatherv is supported")
+        if isinstance(input_, list):
+            return [OneGpuCommunicator.all_gatherv(self, x, dim, sizes) for x in input_]
+        return torch.cat(gather_rows(input_, sizes or [input_.shape[0]] * self.world_size, self.cpu_group))
+
+    def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return OneGpuCommunicator.reduce_scatterv(self, input_, dim)
+
+    def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+        total = input_.shape[dim]
+        if sizes is None:
+            if total % self.world_size:
+                raise ValueError(f"{total} does not divide by {self.world_size}")
+            sizes = [total // self.world_size] * self.world_size
+        if len(sizes) != self.world_size or sum(sizes) != total:
+            raise ValueError(f"sizes {sizes} do not cut {total} for {self.world_size} ranks")
+        return _sum(input_, self.cpu_group).narrow(dim, sum(sizes[: self.rank_in_group]), sizes[self.rank_in_group]).contiguous()
+
+    def reduce_scatterv_into_output(self, input_: torch.Tensor, output: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+        return output.copy_(OneGpuCommunicator.reduce_scatterv(self, input_, dim, sizes))
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        if self.world_size > 1:
+            tensor.copy_(gather_rows(tensor.reshape(1, -1), [1] * self.world_size, self.cpu_group)[src].reshape(tensor.shape))
+        return tensor
+
+
+_torch_all_to_all_single = dist.all_to_all_single
+
+
+def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: list[int] | None = None, input_split_sizes: list[int] | None = None,
+                      group: dist.ProcessGroup | None = None, async_op: bool = False):  # fmt: skip
+    """`torch.distributed.all_to_all_single`, which gloo does not have for CUDA tensors."""
+    if not input.is_cuda or dist.get_backend(group) != "gloo":
+        return _torch_all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    if async_op:
+        raise NotImplementedError("one_gpu_ranks has no asynchronous all_to_all_single")
+    output.copy_(exchange_rows(input, output.shape[0], output_split_sizes, input_split_sizes, group or dist.group.WORLD))
+    return None
+
+
+def exchange_rows(input: torch.Tensor, rows: int, output_split_sizes: list[int] | None, input_split_sizes: list[int] | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """What this rank receives: `rows` rows, cut as the split sizes say (None: evenly)."""
+    world, me = dist.get_world_size(group), dist.get_rank(group)
+    send = list(input_split_sizes or [input.shape[0] // world] * world)
+    receive = list(output_split_sizes or [rows // world] * world)
+    if sum(send) != input.shape[0] or sum(receive) != rows:
+        raise ValueError(f"split sizes {send} and {receive} do not fit {input.shape[0]} and {rows} rows")
+    table = gather_rows(torch.tensor([send], dtype=torch.int64), [1] * world, group)
+    counts = [t[0].tolist() for t in table]
+    if [c[me] for c in counts] != receive:
+        raise ValueError(f"rank {me} expects {receive} rows, the others send {[c[me] for c in counts]}")
+    everything = gather_rows(input, [sum(c) for c in counts], group)
+    return torch.cat([part.narrow(0, sum(c[:me]), c[me]) for part, c in zip(everything, counts, strict=True)])
+
+
+def install() -> None:
+    """Make vLLM in this process fit for ranks that share the GPU. Call it before a group or an engine is made."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+    from vllm.platforms import current_platform
+
+    type(current_platform).dist_backend = "gloo"
+    for name, method in vars(OneGpuCommunicator).items():
+        if not name.startswith("_"):
+            setattr(CudaCommunicator, name, method)
+    dist.all_to_all_single = all_to_all_single
+
+
+# ---- processes
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _rank_main(fn, rank, world, port, env, args, results) -> None:
+    os.environ.update(ENVIRONMENT | env | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    try:
+        results.put((rank, True, fn(rank, world, *args)))
+    except BaseException:  # the parent prints it and ends the other ranks
+        results.put((rank, False, traceback.format_exc()))
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, env: dict[str, str] | None = None, timeout: float = 300.0) -> list[Any]:
+    """Call `fn(rank, world, *args)` in `world` new processes; return the results in rank order.
+
+    `fn` is a function of a module; arguments and results travel by pickle and hold no CUDA tensors. Raises AssertionError
+    with the traceback of the first rank that failed, or with the ranks that still run after `timeout` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    processes = [context.Process(target=_rank_main, args=(fn, r, world, port, env or {}, args, results), daemon=True) for r in range(world)]
+    for process in processes:
+        process.start()
+    done: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(done) < world:
+            try:
+                rank, ok, value = results.get(timeout=0.2)
+            except queue.Empty:
+                waiting = sorted(set(range(world)) - set(done))
+                dead = [r for r in waiting if not processes[r].is_alive() and processes[r].exitcode]
+                assert not dead, f"ranks {dead} died with exit codes {[processes[r].exitcode for r in dead]}"
+                assert time.monotonic() < deadline, f"ranks {waiting} of {world} still running after {timeout} s: a stuck collective?"
+                continue
+            assert ok, f"rank {rank} failed:\n{value}"
+            done[rank] = value
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [done[r] for r in range(world)]
+
+
+@contextlib.contextmanager
+def vllm_world(rank: int, world: int):
+    """Inside a rank: vLLM's distributed environment on the one GPU, torn down at the end. Model-parallel groups are the caller's."""
+    install()
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    parallel_state.set_custom_all_reduce(False)
+    config = VllmConfig(device_config=DeviceConfig(device=device().type))
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(world, rank, "env://", 0, backend="gloo")
+        try:
+            yield config
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
