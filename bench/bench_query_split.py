@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indexer time of one rank, prefill rows unsplit and split over the query split group. One GPU, one process.
+
+    PYTHONPATH=<patched tree> python bench/bench_query_split.py [--topologies 8/2 8/4] [--contexts 8192 65536 131072]
+
+Runs vLLM's `sparse_attn_indexer` on the metadata of its own builder for one 8,192-token chunk at the end of each context, as
+each rank of DCP group position 0 in turn: the work of the slowest one counts. The collectives are stubs that copy what a rank
+itself contributes, so their transfer time is not in the times; their bytes are in the table.
+
+Columns: "score" is DeepGEMM scoring and the local top-k, "all" the whole op, in ms; "saved" is the part of the ideal q-fold
+saving that is reached, (unsplit - split) / (unsplit - unsplit / q), for scoring + top-k and for the op. "exchange" is what a
+rank receives of other ranks' final ids per layer, "merge" what it receives of DCP candidates, before and after, in MiB.
+Writes bench/out/query_split.json.
+"""
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import sys
+import types
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from tests.distributed.indexer_batch import FLAG, LAYER, Batch, Shape, common_metadata, make_builder, make_config
+
+HEADS, DIM, TOPK, BLOCK = 64, 128, 2048, 64
+PARTS = ("gather", "score", "topk", "merge", "exchange")
+MIB = 2**20
+
+
+class Timer:
+    """CUDA events around the parts of the op."""
+
+    def __init__(self):
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers import sparse_attn_indexer as indexer
+
+        self.spans: dict[str, list] = {}
+        own_ops = types.SimpleNamespace(**{name: getattr(ops, name) for name in ("cp_gather_indexer_k_quant_cache", "top_k_per_row_prefill")})
+        indexer.ops = own_ops
+        self.wrap(own_ops, "cp_gather_indexer_k_quant_cache", "gather")
+        self.wrap(indexer, "fp8_fp4_mqa_logits", "score")
+        self.wrap(own_ops, "top_k_per_row_prefill", "topk")
+        self.wrap(indexer, "_merge_dcp_topk_global", "merge")
+        self.wrap(indexer.PrefillRowShard, "exchange_topk", "exchange")
+
+    def wrap(self, owner, name, part):
+        function = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            result = function(*args, **kwargs)
+            end.record()
+            self.spans.setdefault(part, []).append((start, end))
+            return result
+
+        setattr(owner, name, timed)
+
+    def run(self, function, repeats: int) -> dict[str, float]:
+        """Median ms of the whole call and of its parts."""
+        samples: dict[str, list[float]] = {}
+        for i in range(repeats + 3):
+            self.spans = {}
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            if i < 3:
+                continue
+            samples.setdefault("all", []).append(start.elapsed_time(end))
+            for part in PARTS:
+                samples.setdefault(part, []).append(sum(a.elapsed_time(b) for a, b in self.spans.get(part, [])))
+        return {part: statistics.median(values) for part, values in samples.items()}
+
+
+class StubDcpGroup:
+    """Rank 0 of `world`; the other ranks' candidates are random, made once."""
+
+    def __init__(self, world: int, rows: int):
+        self.world_size, self.rank_in_group = world, 0
+        self.pool = torch.randn((rows, world * TOPK, 2), device="cuda")
+        self.pool[..., 1] = torch.randint(0, 1 << 20, self.pool.shape[:2], device="cuda").float()
+
+    def all_gather(self, packed, dim):
+        gathered = self.pool[: len(packed)]
+        gathered[:, :TOPK] = packed
+        return gathered
+
+
+class StubSplitGroup:
+    def __init__(self, world: int, rank: int):
+        self.world_size, self.rank_in_group = world, rank
+
+    def all_gatherv(self, local, dim, sizes):
+        gathered = local.new_empty((sum(sizes), *local.shape[1:]))
+        start = sum(sizes[: self.rank_in_group])
+        gathered[start : start + len(local)] = local
+        return gathered
+
+
+def measure(timer, tp, dcp, context, tokens, interleave, repeats, row_cost):
+    from vllm.config import CUDAGraphMode
+    from vllm.model_executor.layers import sparse_attn_indexer as indexer
+    from vllm.v1.attention.backends.mla import indexer as backend
+    from vllm.v1.attention.ops import query_split
+
+    q = tp // dcp
+    tokens = min(tokens, context)
+    shape = Shape(topk=TOPK, heads=HEADS, dim=DIM, block_size=BLOCK, max_tokens=tokens, max_len=-(-context // BLOCK), device="cuda:0")
+    group = StubDcpGroup(dcp, tokens)
+    backend.get_dcp_group = indexer.get_dcp_group = lambda: group
+    if row_cost is not None:
+        backend.ROW_COST_KEYS = row_cost
+    torch.manual_seed(0)
+    batch = Batch([(context, tokens)], interleave, 0, 0, torch.randn(tokens, HEADS, DIM, device="cuda").to(torch.float8_e4m3fn),
+                  torch.randn(tokens, HEADS, device="cuda"), [])  # fmt: skip
+    common = common_metadata(batch, shape, 0, dcp)
+    pages = int(common.block_table_tensor.max()) + 1
+    keys = torch.randn(pages * BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
+    cache = torch.zeros((pages, BLOCK, DIM + 4), dtype=torch.uint8, device="cuda")
+    from vllm import _custom_ops as ops
+
+    ops.indexer_k_quant_and_cache(keys, cache, torch.arange(pages * BLOCK, device="cuda"), 128, "ue8m0")
+    buffer = torch.full((tokens, TOPK), -1, dtype=torch.int32, device="cuda")
+
+    def times(split: bool, rank: int):
+        split_group = StubSplitGroup(q, rank)
+        query_split.get_query_split_group = indexer.get_query_split_group = lambda: split_group
+        config = make_config(shape, tp, dcp, interleave)
+        config.model_config.max_model_len = 163840
+        config.attention_config.sparse_mla_prefill_workspace_factor = 5
+        metadata = make_builder(config, shape, split).build(0, common)
+        sizes = metadata.prefill.row_shard_sizes
+        assert (sizes is not None) == split
+        context_ = types.SimpleNamespace(attn_metadata={LAYER: metadata}, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+        indexer.get_forward_context = lambda: context_
+
+        def call():
+            indexer.sparse_attn_indexer(
+                batch.q, LAYER, cache, batch.q, None, None, batch.weights, 128, None, TOPK, DIM, context, context, buffer, True, False, False, "",
+                dcp_rank=0, dcp_world_size=dcp, cp_kv_cache_interleave_size=interleave, skip_topk_buffer_clear=True,
+            )  # fmt: skip
+
+        return timer.run(call, repeats), sizes, len(metadata.prefill.chunks)
+
+    unsplit, _, chunks = times(False, 0)
+    split = [times(True, rank) for rank in range(q)]
+    sizes = split[0][1]
+    ranks = [{**t, "score+topk": t["score"] + t["topk"], "rows": sizes[i]} for i, (t, _, _) in enumerate(split)]
+    unsplit["score+topk"] = unsplit["score"] + unsplit["topk"]
+    worst = {part: max(rank[part] for rank in ranks) for part in ("score+topk", "all", "merge")}
+
+    def saved(part):
+        return (unsplit[part] - worst[part]) / (unsplit[part] * (1 - 1 / q))
+
+    exchange = [(tokens - rows) * TOPK * 4 for rows in sizes]
+    return {
+        "tp": tp, "dcp": dcp, "q": q, "context": context, "tokens": tokens, "interleave": interleave, "chunks": chunks, "sizes": sizes,
+        "unsplit_ms": unsplit, "split_ms": ranks, "worst_split_ms": worst, "saved_score_topk": saved("score+topk"), "saved_all": saved("all"),
+        "exchange_bytes_received": exchange, "merge_bytes_received_unsplit": tokens * (dcp - 1) * TOPK * 8,
+        "merge_bytes_received_split": [rows * (dcp - 1) * TOPK * 8 for rows in sizes],
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topologies", nargs="+", default=["8/2", "8/4"], help="TP/DCP")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 65536, 131072])
+    parser.add_argument("--tokens", type=int, default=8192, help="rows of the chunk")
+    parser.add_argument("--interleave", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--row-cost", type=int, default=None, help="another ROW_COST_KEYS, to tune the balance")
+    args = parser.parse_args()
+    os.environ[FLAG] = "1"
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    torch.cuda.set_device(0)
+    init_workspace_manager(torch.device("cuda:0"))
+    timer = Timer()
+    rows = []
+    print(f"{torch.cuda.get_device_name()}, {args.tokens}-token chunk, {HEADS} heads, top-{TOPK}, interleave {args.interleave}")
+    print("topology   context  q  rows of slowest   score unsplit  split  saved   all unsplit  split  saved   exchange  merge before  after")
+    for topology in args.topologies:
+        tp, dcp = map(int, topology.split("/"))
+        for context in args.contexts:
+            row = measure(timer, tp, dcp, context, args.tokens, args.interleave, args.repeats, args.row_cost)
+            rows.append(row)
+            unsplit, worst = row["unsplit_ms"], row["worst_split_ms"]
+            slowest = max(row["split_ms"], key=lambda t: t["all"])
+            print(f"TP{tp}/DCP{dcp} {context:10d}  {row['q']}  {slowest['rows']:15d}   {unsplit['score+topk']:13.3f} {worst['score+topk']:6.3f} "
+                  f"{row['saved_score_topk']:6.3f}   {unsplit['all']:11.3f} {worst['all']:6.3f} {row['saved_all']:6.3f}   "
+                  f"{max(row['exchange_bytes_received']) / MIB:8.1f}  {row['merge_bytes_received_unsplit'] / MIB:12.1f} "
+                  f"{max(row['merge_bytes_received_split']) / MIB:6.1f}", flush=True)  # fmt: skip
+            # What a row costs besides its keys, in global keys: compare with ROW_COST_KEYS.
+            per_key = unsplit["score+topk"] / sum(range(context - row["tokens"] + 1, context + 1))
+            row["measured_row_cost_keys"] = unsplit["merge"] / row["tokens"] / per_key
+            print(f"{'':20s} a row's merge costs as much as scoring {row['measured_row_cost_keys']:.0f} keys of the context (transfer not counted)")
+            torch.cuda.empty_cache()
+    out = ROOT / "bench" / "out" / "query_split.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "row_cost": args.row_cost, "rows": rows}, indent=1))
+    print(f"wrote {out.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
