@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's engine on several ranks of one GPU: what each rank runs. The ranks are started by one_gpu_ranks.run_ranks."""
+import os
+import random
+import time
+from typing import Any
+
+from . import one_gpu_ranks
+
+FLAGS = {
+    "off": {},
+    "split": {"VLLM_DCP_QUERY_SPLIT": "1"},
+    "gather": {"VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "0"},
+    "prefetch": {"VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "1"},
+    "all": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "1"},
+}
+
+
+def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Random token ids, the same on every rank."""
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 2048) for _ in range(n)] for n in lengths]
+
+
+def make_engine(world: int, job: dict[str, Any]):
+    """`vllm.LLM` for a rank. `job`: model, dcp, interleave, and further engine arguments in `engine`."""
+    one_gpu_ranks.install()
+    from vllm import LLM
+
+    # A fixed cache size: ranks that start together on one card cannot measure free memory.
+    arguments = {"max_model_len": 16384, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False} | job.get("engine", {})
+    return LLM(model=job["model"], skip_tokenizer_init=True, seed=0, enforce_eager=True, kv_cache_dtype="fp8_ds_mla", tensor_parallel_size=world,
+               decode_context_parallel_size=job.get("dcp", 1), cp_kv_cache_interleave_size=job.get("interleave", 1), distributed_executor_backend="external_launcher",
+               disable_custom_all_reduce=True, disable_log_stats=True, gpu_memory_utilization=one_gpu_ranks.memory_share(8),
+               attention_config={"sparse_mla_force_mqa": True, "backend": "FLASHMLA_SPARSE"}, **arguments)  # fmt: skip
+
+
+def _answer(output) -> list[tuple[int, float, float]]:
+    """(token, its log-probability, lead over the second best) of each generated token."""
+    answer = []
+    for token, table in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+        best = sorted((entry.logprob for entry in table.values()), reverse=True)
+        answer.append((int(token), float(table[token].logprob), float(best[0] - best[1])))
+    return answer
+
+
+def generate(rank: int, world: int, job: dict[str, Any]) -> list[list[list[tuple[int, float, float]]]]:
+    """For each round of `job["rounds"]` (lists of prompts, generated together): the answers, in order."""
+    from vllm import SamplingParams
+
+    llm = make_engine(world, job)
+    params = SamplingParams(max_tokens=job.get("max_tokens", 6), temperature=0, detokenize=False, logprobs=2, ignore_eos=True)
+    return [[_answer(o) for o in llm.generate([{"prompt_token_ids": p} for p in batch], params, use_tqdm=False)] for batch in job["rounds"]]
+
+
+def soak(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Send `job["requests"]` random requests, a few at a time, abort every tenth; return answers, memory and time.
+
+    The order of calls is seeded: with external_launcher every rank drives its own engine and must do the same.
+    """
+    import torch
+    from vllm import SamplingParams
+
+    engine = make_engine(world, job).llm_engine
+    rng = random.Random(job.get("seed", 1))
+    total, sent, answers, reserved = job["requests"], 0, {}, []
+    aborted: set[str] = set()
+    started = time.monotonic()
+    while sent < total or engine.has_unfinished_requests():
+        while sent < total and rng.random() < 0.6:
+            prompt = [rng.randrange(2, 2048) for _ in range(rng.choice([3, 17, 64, 65, 300, 900, 2500]))]
+            engine.add_request(str(sent), {"prompt_token_ids": prompt}, SamplingParams(max_tokens=rng.randrange(1, 9), temperature=0, detokenize=False, logprobs=2, ignore_eos=True))
+            if sent % 10 == 9:
+                aborted.add(str(sent - 3))
+                engine.abort_request([str(sent - 3)])
+            sent += 1
+            if sent in (total // 4, total):
+                reserved.append(torch.cuda.memory_reserved())
+        for output in engine.step():
+            if output.finished:
+                answers[output.request_id] = _answer(output)
+    reserved.append(torch.cuda.memory_reserved())
+    return {"answers": answers, "aborted": sorted(aborted), "reserved": reserved, "seconds": time.monotonic() - started}
+
+
+def die_in_prefill(rank: int, world: int, job: dict[str, Any]) -> str:
+    """Rank 1 ends without a word in the third forward pass; return the error that the others get, raise if they get none."""
+    llm = make_engine(world, job)
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu_worker import Worker
+
+    steps, execute = [0], Worker.execute_model
+
+    def counted(self, *args, **kwargs):
+        steps[0] += 1
+        if rank == 1 and steps[0] == 3:
+            os._exit(0)  # the exit code of a rank that is done: the parent waits for the others
+        return execute(self, *args, **kwargs)
+
+    Worker.execute_model = counted
+    started = time.monotonic()
+    try:
+        llm.generate([{"prompt_token_ids": p} for p in job["rounds"][0]], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+    except Exception as error:  # what kind it is depends on the collective that broke
+        return f"{type(error).__name__} after {time.monotonic() - started:.1f} s: {error}"
+    raise RuntimeError(f"rank {rank} answered although rank 1 was gone")
