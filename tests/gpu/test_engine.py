@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole engine, patched, on one GPU: every flag against TP 1 / DCP 1, by log-probabilities of a tiny seeded model.
 
-TOLERANCE: TP 2 against TP 1, both without DCP, differ by up to about 0.05 (other reduction order in bfloat16, near-ties of
-the top-k); three times that is allowed. Where a token differs, the reference must have had a near-tie there.
+TOLERANCE: on one H200 a repeat of TP 1 itself differs by 0.06 (the indexer's top-k keeps no order), TP 2 against TP 1, both
+without DCP, by 0.06, and stock TP 2 / DCP 2 by 0.12; three times the noise is allowed. Where a token differs, the reference must
+have had a near-tie there.
 """
 import dataclasses
 import functools
@@ -13,7 +14,7 @@ from . import engine_ranks, one_gpu_ranks, tiny_deepseek
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.gpu, pytest.mark.timeout(600)]
 
-TOLERANCE = 0.15
+TOLERANCE = 0.2
 LENGTHS = [5, 64, 65, 300, 2100, 9000]
 # (TP, DCP, interleave, flags); the reference is TP 1.
 WORLDS = [(2, 1, 1, "off"), (2, 2, 1, "off"), (2, 2, 64, "all"), (4, 4, 1, "prefetch"), (4, 4, 64, "gather"), (4, 2, 64, "off"),
