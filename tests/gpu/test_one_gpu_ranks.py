@@ -4,7 +4,6 @@
 On a machine without a GPU the same collectives run on CPU tensors; the test of vLLM's own groups needs a GPU.
 """
 import time
-
 import types
 
 import pytest
