@@ -1,0 +1,801 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dcp-stack project
+"""Gather the compressed KV (CKV) of a prefill batch over the DCP group.
+
+Stock sparse MLA under DCP gathers the query heads, attends the local KV shard and
+merges partial outputs by their LSE. For prefill rows it is cheaper to gather the
+compressed records once per layer and attend the local heads over the whole context:
+no query all-gather, no LSE, no merge.
+
+With W = DCP size, I = interleave and t = position of a token in its request:
+
+    owner(t) = (t // I) % W
+    local(t) = t // (W * I) * I + t % I
+    slot(t)  = owner(t) * padded_total + rank_req_starts[owner(t)][request] + local(t)
+
+Whether a batch gathers is decided once per step, in the metadata builder
+(`CKVGatherPlanner.plan`), from facts that all ranks share. The layer and the backend
+read the result, so they cannot disagree and no rank can skip a collective alone.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import vllm.envs as envs
+from vllm import _custom_ops as ops
+from vllm.distributed.parallel_state import get_dcp_group
+from vllm.logger import init_logger
+from vllm.triton_utils import tl, triton
+from vllm.utils.math_utils import cdiv, round_up
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import max_decode_query_len
+from vllm.v1.worker.workspace import current_workspace_manager
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+logger = init_logger(__name__)
+
+# Bytes of one token's cache record. Only opaque byte records can travel raw.
+CKV_RECORD_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+# Sparse kernels read the gathered buffer as pages of this many rows.
+CKV_PAGE_ROWS = 64
+
+
+# --------------------------------------------------------------------------- config
+
+
+@dataclass(frozen=True)
+class CKVGatherFlags:
+    enabled: bool
+    min_tokens: int
+    max_tokens: int
+
+
+def ckv_gather_flags(b12x: bool = False) -> CKVGatherFlags:
+    """The flags of the CKV gather.
+
+    Args:
+        b12x: for the b12x backend, whose own `VLLM_B12X_MLA_CKV_GATHER*` names win
+            where they are set.
+
+    Raises:
+        ValueError: a negative minimum or a maximum below 1.
+
+    """
+
+    def flag(name: str) -> Any:
+        own = getattr(envs, f"VLLM_B12X_MLA_{name}") if b12x else None
+        return getattr(envs, f"VLLM_DCP_{name}") if own is None else own
+
+    flags = CKVGatherFlags(
+        enabled=flag("CKV_GATHER"),
+        min_tokens=flag("CKV_GATHER_MIN_TOKENS"),
+        max_tokens=flag("CKV_GATHER_MAX_TOKENS"),
+    )
+    if flags.min_tokens < 0 or flags.max_tokens < 1:
+        raise ValueError(
+            "The CKV gather needs MIN_TOKENS >= 0 and MAX_TOKENS >= 1, but got "
+            f"{flags.min_tokens} and {flags.max_tokens}."
+        )
+    return flags
+
+
+@dataclass(frozen=True)
+class CKVGatherConfig:
+    """What stays fixed while the engine runs, the same on all ranks but `dcp_rank`."""
+
+    dcp_world_size: int
+    dcp_rank: int
+    interleave: int
+    min_tokens: int
+    max_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    record_bytes: int
+    decode_query_len: int
+    """Longest query that speculative decoding verifies, 1 without it."""
+    dbo: bool = False
+    num_layers: int = 1
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: "VllmConfig",
+        cache_dtype: str,
+        record_bytes: int | None = None,
+        b12x: bool = False,
+    ) -> "CKVGatherConfig | None":
+        """The config, or None where the gather is off or DCP is 1.
+
+        Args:
+            vllm_config: of the engine, or of the draft model.
+            cache_dtype: KV cache format of the layer.
+            record_bytes: bytes of a cache record, where the backend's differ from
+                `CKV_RECORD_BYTES`.
+            b12x: see `ckv_gather_flags`.
+
+        Raises:
+            NotImplementedError: a cache format that has no raw records, or PCP.
+            ValueError: see `ckv_gather_flags`.
+
+        """
+        flags = ckv_gather_flags(b12x)
+        parallel_config = vllm_config.parallel_config
+        world_size = parallel_config.decode_context_parallel_size
+        if not flags.enabled or world_size == 1:
+            return None
+        if cache_dtype not in CKV_RECORD_BYTES:
+            raise NotImplementedError(
+                "The DCP CKV gather sends raw cache records and supports the KV cache "
+                f"formats {sorted(CKV_RECORD_BYTES)}, but got {cache_dtype!r}. "
+                "Set VLLM_DCP_CKV_GATHER=0 for this format."
+            )
+        if parallel_config.prefill_context_parallel_size > 1:
+            raise NotImplementedError(
+                "The DCP CKV gather does not support prefill context parallelism, "
+                "which has a KV gather of its own. Set VLLM_DCP_CKV_GATHER=0."
+            )
+        scheduler_config = vllm_config.scheduler_config
+        model_config = vllm_config.model_config
+        return cls(
+            dcp_world_size=world_size,
+            dcp_rank=get_dcp_group().rank_in_group,
+            interleave=parallel_config.cp_kv_cache_interleave_size,
+            min_tokens=flags.min_tokens,
+            # A batch cannot hold more context than this: do not reserve for it.
+            max_tokens=min(
+                flags.max_tokens,
+                model_config.max_model_len * scheduler_config.max_num_seqs,
+            ),
+            max_num_seqs=scheduler_config.max_num_seqs,
+            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+            record_bytes=record_bytes or CKV_RECORD_BYTES[cache_dtype],
+            decode_query_len=max_decode_query_len(vllm_config),
+            dbo=parallel_config.use_ubatching,
+            num_layers=model_config.get_num_layers(parallel_config),
+        )
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Capacity of one rank's share of the gathered buffer.
+
+        A rank holds at most `interleave` tokens of a request above its even share.
+        """
+        share = cdiv(self.max_tokens, self.dcp_world_size)
+        return round_up(share + self.max_num_seqs * self.interleave, CKV_PAGE_ROWS)
+
+    @property
+    def gathered_rows(self) -> int:
+        return self.dcp_world_size * self.rows_per_rank
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Staging of one rank plus the gathered buffer."""
+        return (1 + self.dcp_world_size) * self.rows_per_rank * self.record_bytes
+
+
+# --------------------------------------------------------------------------- layout
+
+
+@dataclass(frozen=True)
+class CKVLayout:
+    """Where the records of a batch lie in the gathered buffer.
+
+    rank_req_lens, rank_req_starts: int32 [W, requests]. padded_total: rows of every
+    rank's share, so rank r's rows start at `r * padded_total`.
+    """
+
+    rank_req_lens: np.ndarray
+    rank_req_starts: np.ndarray
+    padded_total: int
+
+
+def ckv_layout(
+    seq_lens: np.ndarray,
+    dcp_world_size: int,
+    interleave: int,
+    align: int = CKV_PAGE_ROWS,
+) -> CKVLayout:
+    """Lay out requests of global lengths `seq_lens`, packed per rank. Host only.
+
+    Args:
+        seq_lens: integers [requests], each >= 0.
+        dcp_world_size: W.
+        interleave: I.
+        align: `padded_total` is the largest rank total rounded up to it.
+
+    Raises:
+        ValueError: a size below 1, a negative length, or not one dimension.
+
+    """
+    lens = np.asarray(seq_lens, dtype=np.int64)
+    if dcp_world_size < 1 or interleave < 1 or align < 1:
+        raise ValueError(
+            "dcp_world_size, interleave and align must be at least 1, but got "
+            f"{dcp_world_size}, {interleave} and {align}."
+        )
+    if lens.ndim != 1 or (lens < 0).any():
+        raise ValueError(f"seq_lens must be lengths of one dimension, but got {lens}.")
+    stripe = dcp_world_size * interleave
+    offsets = np.arange(dcp_world_size, dtype=np.int64)[:, None] * interleave
+    rank_lens = lens // stripe * interleave + np.clip(
+        lens % stripe - offsets, 0, interleave
+    )
+    starts = np.cumsum(rank_lens, axis=1) - rank_lens
+    largest = int(rank_lens.sum(axis=1).max())
+    return CKVLayout(
+        rank_req_lens=rank_lens.astype(np.int32),
+        rank_req_starts=starts.astype(np.int32),
+        padded_total=round_up(largest, align),
+    )
+
+
+# ---------------------------------------------------------------------- eligibility
+
+
+def ckv_gather_refusal(
+    config: CKVGatherConfig,
+    *,
+    prefill_tokens: int,
+    context_tokens: int,
+    dense_mha: bool = False,
+    spec_verify: bool = False,
+    capturing: bool = False,
+) -> str | None:
+    """Why the prefill rows of a batch keep the exchange path; None: they gather.
+
+    The one predicate of the feature. Every argument is a fact that all ranks share;
+    decode rows do not matter, they keep the exchange path in any case.
+
+    Args:
+        config: of the engine.
+        prefill_tokens: query rows of the prefill requests.
+        context_tokens: global KV lengths of the prefill requests, summed.
+        dense_mha: upstream's dense MHA path takes these rows.
+        spec_verify: all "prefill" requests verify draft tokens.
+        capturing: the metadata is for a CUDA graph capture.
+
+    """
+    if config.dcp_world_size == 1:
+        return "no decode context parallelism"
+    if config.dbo:
+        return "dual batch overlap"
+    if capturing:
+        return "CUDA graph capture"
+    if prefill_tokens == 0:
+        return "no prefill rows"
+    if dense_mha:
+        return "dense MHA prefill"
+    if spec_verify:
+        return "speculative verification"
+    if prefill_tokens <= config.min_tokens:
+        return "too few prefill tokens"
+    if context_tokens > config.max_tokens:
+        return "context above the maximum"
+    return None
+
+
+# ----------------------------------------------------------------------------- plan
+
+
+@dataclass
+class CKVGatherPlan:
+    """One step's gather. Only in metadata of batches whose prefill rows gather.
+
+    rows: the batch's prefill rows (T of them).
+    num_decode_tokens: rows before them.
+    num_reqs: prefill requests (R).
+    local_rows: rows of this rank's share; padded_total: rows of every rank's share.
+    rank_req_starts: int32 [W, R]. local_cu_seq_lens: int32 [R + 1].
+    req_ids: int32 [T], request of each row; outside [0, R) for padding rows.
+    causal_lens: int32 [T], tokens that each row may see, in global positions.
+    block_table: int32 [R, blocks] of the paged cache.
+    page_table: int32 [1, gathered pages], the gathered buffer as one request's
+        pages; page_starts: int32 [1], zero.
+    kernel_metadata: what the backend adds for its kernel.
+    """
+
+    rows: slice
+    num_decode_tokens: int
+    num_reqs: int
+    local_rows: int
+    padded_total: int
+    dcp_world_size: int
+    interleave: int
+    rank_req_starts: torch.Tensor
+    local_cu_seq_lens: torch.Tensor
+    req_ids: torch.Tensor
+    causal_lens: torch.Tensor
+    block_table: torch.Tensor
+    page_table: torch.Tensor
+    page_starts: torch.Tensor
+    kernel_metadata: Any = None
+
+    @property
+    def gathered_rows(self) -> int:
+        return self.dcp_world_size * self.padded_total
+
+
+class CKVGatherPlanner:
+    """Makes the plan of each step, in the metadata builder."""
+
+    capturing = False
+    """The builder is asked for metadata of a CUDA graph capture."""
+
+    def __init__(self, config: CKVGatherConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.page_table = torch.arange(
+            config.gathered_rows // CKV_PAGE_ROWS, dtype=torch.int32, device=device
+        ).view(1, -1)
+
+    def plan(
+        self,
+        common: "CommonAttentionMetadata",
+        metadata: Any,
+        make_kernel_metadata: Callable[[], Any] = lambda: None,
+    ) -> CKVGatherPlan | None:
+        """The step's plan, or None: the batch keeps the exchange path.
+
+        Reads host lengths only; the device sees one asynchronous copy.
+
+        Args:
+            common: the batch.
+            metadata: the sparse MLA metadata built from it, with `num_decodes`,
+                `num_prefills`, `num_decode_tokens`, `prefill`, `req_id_per_token`.
+            make_kernel_metadata: gives the plan's `kernel_metadata`.
+
+        Raises:
+            RuntimeError: the batch has no host sequence lengths.
+
+        """
+        config = self.config
+        num_decodes, num_reqs = metadata.num_decodes, metadata.num_prefills
+        if num_reqs == 0:
+            return None
+        if common.seq_lens_cpu_upper_bound is None:
+            raise RuntimeError(
+                "The CKV gather plans from seq_lens_cpu_upper_bound, which this batch "
+                "lacks; reading lengths from the device would stall every step."
+            )
+        first, last = num_decodes, num_decodes + num_reqs
+        bounds = common.query_start_loc_cpu[first : last + 1].numpy()
+        query_lens = np.diff(bounds)
+        seq_lens = common.seq_lens_cpu_upper_bound[first:last].numpy()
+        # Padding requests have no query; their lengths are stale.
+        seq_lens = np.where(query_lens > 0, seq_lens, 0)
+        prefilling = common.is_prefilling
+        prefill = metadata.prefill
+        refusal = ckv_gather_refusal(
+            config,
+            prefill_tokens=int(query_lens.sum()),
+            context_tokens=int(seq_lens.sum(dtype=np.int64)),
+            dense_mha=prefill is not None and prefill.use_dense_mha,
+            spec_verify=int(query_lens.max()) <= config.decode_query_len
+            and not (prefilling is not None and bool(prefilling[first:last].any())),
+            capturing=self.capturing,
+        )
+        if refusal is not None:
+            logger.debug_once(
+                "A DCP prefill batch keeps the exchange path: %s", refusal
+            )
+            return None
+        logger.info_once("DCP prefill batches use the CKV gather.")
+
+        layout = ckv_layout(seq_lens, config.dcp_world_size, config.interleave)
+        assert layout.padded_total <= config.rows_per_rank
+        local_lens = layout.rank_req_lens[config.dcp_rank]
+        # One copy to the device. The starts come first: the kernel likes them aligned.
+        table = async_tensor_h2d(
+            np.concatenate(
+                [
+                    layout.rank_req_starts.ravel(),
+                    [0],
+                    np.cumsum(local_lens),
+                    seq_lens,
+                    [0],
+                ]
+            ).astype(np.int32),
+            device=self.device,
+        )
+        starts, cu_seq_lens, host_lens, zero = table.split(
+            [layout.rank_req_starts.size, num_reqs + 1, num_reqs, 1]
+        )
+
+        rows = slice(metadata.num_decode_tokens, common.num_actual_tokens)
+        req_ids = metadata.req_id_per_token[rows] - num_decodes
+        # Rows beyond the last query are padding, mapped to request 0 of the batch.
+        index = req_ids.clamp(min=0).long()
+        # Device lengths: the host's are upper bounds in asynchronous scheduling.
+        seq_lens_dev = torch.minimum(common.seq_lens[first:last], host_lens)
+        offset = seq_lens_dev - common.query_start_loc[first + 1 : last + 1]
+        row = torch.arange(
+            rows.start + 1, rows.stop + 1, dtype=torch.int32, device=self.device
+        )
+        causal_lens = torch.minimum(offset[index] + row, seq_lens_dev[index])
+        return CKVGatherPlan(
+            rows=rows,
+            num_decode_tokens=metadata.num_decode_tokens,
+            num_reqs=num_reqs,
+            local_rows=int(local_lens.sum()),
+            padded_total=layout.padded_total,
+            dcp_world_size=config.dcp_world_size,
+            interleave=config.interleave,
+            rank_req_starts=starts.view(config.dcp_world_size, num_reqs),
+            local_cu_seq_lens=cu_seq_lens,
+            req_ids=req_ids,
+            causal_lens=causal_lens,
+            block_table=common.block_table_tensor[first:last],
+            page_table=self.page_table,
+            page_starts=zero,
+            kernel_metadata=make_kernel_metadata(),
+        )
+
+
+def make_ckv_gather_planner(
+    vllm_config: "VllmConfig", cache_dtype: str, device: torch.device
+) -> CKVGatherPlanner | None:
+    """The builder's planner, or None where the gather is off or DCP is 1.
+
+    Raises:
+        NotImplementedError, ValueError: see `CKVGatherConfig.from_vllm_config`.
+
+    """
+    config = CKVGatherConfig.from_vllm_config(vllm_config, cache_dtype)
+    return None if config is None else CKVGatherPlanner(config, device)
+
+
+@contextmanager
+def capturing(planner: CKVGatherPlanner | None) -> Iterator[None]:
+    """Plans made inside are for a CUDA graph capture, which never gathers."""
+    if planner is None:
+        yield
+        return
+    planner.capturing = True
+    try:
+        yield
+    finally:
+        planner.capturing = False
+
+
+# ---------------------------------------------------------------------------- remap
+
+_REMAP_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["padded_total", "num_reqs", "starts_stride"])
+def _map_global_topk_to_gathered_ckv_kernel(
+    ids_ptr,  # int32 [T, K]
+    req_ids_ptr,  # int32 [T]
+    causal_lens_ptr,  # int32 [T]
+    starts_ptr,  # int32 [W, R]
+    out_ptr,  # int32 [T, K]
+    counts_ptr,  # int32 [T]
+    padded_total,
+    num_reqs,
+    starts_stride,
+    ids_stride,
+    out_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    W: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    req = tl.load(req_ids_ptr + row)
+    causal_len = tl.load(causal_lens_ptr + row)
+    # Padding rows belong to no request of the layout.
+    causal_len = tl.where((req >= 0) & (req < num_reqs), causal_len, 0)
+    if BLOCK == K:
+        ids = tl.load(ids_ptr + row * ids_stride + col)
+    else:
+        ids = tl.load(ids_ptr + row * ids_stride + col, mask=col < K, other=-1)
+    keep = (ids >= 0) & (ids < causal_len)
+
+    # Unsigned: division by the constants is then a shift or a multiplication.
+    token = tl.where(keep, ids, 0).to(tl.uint32)
+    owner = ((token // I) % W).to(tl.int32)
+    local = (token // (W * I) * I + token % I).to(tl.int32)
+    start = tl.load(starts_ptr + owner * starts_stride + req, mask=keep, other=0)
+    slot = owner * padded_total + start + local
+
+    # One reduction for the count and for "the kept columns are the first ones", which
+    # holds exactly if their sum is the least that `count` columns can have.
+    packed = tl.sum(tl.where(keep, col.to(tl.int64) + (1 << 32), 0), axis=0)
+    count = packed >> 32
+    if (packed & 0xFFFFFFFF) == count * (count - 1) // 2:
+        # What the indexer usually gives. Nothing moves: aligned, coalesced stores.
+        slot = tl.where(keep, slot, -1)
+        if BLOCK == K:
+            tl.store(out_ptr + row * out_stride + col, slot)
+        else:
+            tl.store(out_ptr + row * out_stride + col, slot, mask=col < K)
+    else:
+        kept = keep.to(tl.int32)
+        dest = tl.cumsum(kept, axis=0) - kept
+        tl.store(out_ptr + row * out_stride + dest, slot, mask=keep)
+        tl.store(out_ptr + row * out_stride + col, -1, mask=(col >= count) & (col < K))
+    tl.store(counts_ptr + row, count.to(tl.int32))
+
+
+def map_global_topk_to_gathered_ckv(
+    topk_ids: torch.Tensor,
+    req_ids: torch.Tensor,
+    causal_lens: torch.Tensor,
+    rank_req_starts: torch.Tensor,
+    padded_total: int,
+    dcp_world_size: int,
+    interleave: int,
+    out: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Map global token ids to slots of the gathered buffer, in one launch.
+
+    An id is kept if `0 <= id < causal_lens[row]`, a global length: a local length
+    would drop tokens of short prompts. Kept slots move to the front of their row in
+    their order, the rest is -1. Deterministic. Ids of one row must be distinct for
+    attention, but need not be here.
+
+    Args:
+        topk_ids: int32 [T, K], rows contiguous; -1 is no token.
+        req_ids: int32 [T]; a row whose request is outside [0, R) keeps nothing.
+        causal_lens: int32 [T].
+        rank_req_starts: int32 [W, R], see `CKVLayout`.
+        padded_total: rows of each rank's share.
+        dcp_world_size: W.
+        interleave: I.
+        out: int32 [T, K] to write, rows contiguous, not overlapping `topk_ids`.
+        counts: int32 [T] to write.
+
+    Returns:
+        (out, counts), counts being the kept ids of each row.
+
+    Raises:
+        TypeError: a tensor is not int32.
+        ValueError: a wrong shape, stride, device or size.
+
+    """
+    if topk_ids.ndim != 2:
+        raise ValueError(f"topk_ids must be [T, K], but got {tuple(topk_ids.shape)}.")
+    num_rows, topk = topk_ids.shape
+    if dcp_world_size < 1 or interleave < 1:
+        raise ValueError(
+            "dcp_world_size and interleave must be at least 1, but got "
+            f"{dcp_world_size} and {interleave}."
+        )
+    if topk < 1:
+        raise ValueError("topk_ids must have at least one column.")
+    if rank_req_starts.ndim != 2 or rank_req_starts.shape[0] != dcp_world_size:
+        raise ValueError(
+            f"rank_req_starts must be [{dcp_world_size}, requests], but got "
+            f"{tuple(rank_req_starts.shape)}."
+        )
+    if padded_total < 0 or dcp_world_size * padded_total >= 2**31:
+        raise ValueError(
+            f"{dcp_world_size} shares of {padded_total} rows do not fit int32 slots."
+        )
+    if out is None:
+        out = torch.empty_like(topk_ids, memory_format=torch.contiguous_format)
+    if counts is None:
+        counts = torch.empty(num_rows, dtype=torch.int32, device=topk_ids.device)
+    for name, tensor, shape in (
+        ("topk_ids", topk_ids, (num_rows, topk)),
+        ("req_ids", req_ids, (num_rows,)),
+        ("causal_lens", causal_lens, (num_rows,)),
+        ("rank_req_starts", rank_req_starts, tuple(rank_req_starts.shape)),
+        ("out", out, (num_rows, topk)),
+        ("counts", counts, (num_rows,)),
+    ):
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, but is {tensor.dtype}.")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape}, but has {tuple(tensor.shape)}."
+            )
+        if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension.")
+        if tensor.device != topk_ids.device:
+            raise ValueError(f"{name} is on {tensor.device}, not {topk_ids.device}.")
+    if num_rows:
+        _map_global_topk_to_gathered_ckv_kernel[(num_rows,)](
+            topk_ids,
+            req_ids,
+            causal_lens,
+            rank_req_starts,
+            out,
+            counts,
+            padded_total,
+            rank_req_starts.shape[1],
+            rank_req_starts.stride(0),
+            topk_ids.stride(0),
+            out.stride(0),
+            K=topk,
+            BLOCK=triton.next_power_of_2(topk),
+            W=dcp_world_size,
+            I=interleave,
+            num_warps=_REMAP_WARPS,
+        )
+    return out, counts
+
+
+# ------------------------------------------------------------- workspace and gather
+
+
+@dataclass
+class CKVGatherWorkspace:
+    """staging: uint8 [rows_per_rank, record]. gathered: uint8 [W * rows_per_rank,
+    record], always seen by kernels in this full size."""
+
+    staging: torch.Tensor
+    gathered: torch.Tensor
+
+    def pages(self) -> torch.Tensor:
+        """The gathered buffer as a paged cache: uint8 [pages, 64, record]."""
+        return self.gathered.view(-1, CKV_PAGE_ROWS, self.gathered.shape[-1])
+
+
+def reserve_ckv_gather_workspace(
+    config: CKVGatherConfig, scratch_bytes: int = 0
+) -> CKVGatherWorkspace:
+    """The workspace of this execution lane, allocated on the first call.
+
+    Its own allocation, not the shared scratch arena, whose content the next borrower
+    overwrites. Call it while the model is built, before the KV cache is sized.
+
+    Args:
+        config: sizes it.
+        scratch_bytes: what the caller added to the scratch arena, for the log.
+
+    Raises:
+        AssertionError: the first call came after the workspaces were locked.
+
+    """
+
+    def allocate(manager: Any) -> CKVGatherWorkspace:
+        total = config.workspace_bytes
+        tokens = (
+            (total + scratch_bytes)
+            * config.dcp_world_size
+            // (config.record_bytes * max(config.num_layers, 1))
+        )
+        logger.info(
+            "DCP CKV gather: %d bytes (%.0f MiB) of workspace and up to %d bytes of "
+            "scratch, at the cost of about %d tokens of KV cache, for up to %d tokens "
+            "of context; larger batches and those of at most %d prefill tokens keep "
+            "the exchange path.",
+            total,
+            total / 2**20,
+            scratch_bytes,
+            tokens,
+            config.max_tokens,
+            config.min_tokens,
+        )
+        memory = torch.empty(
+            (config.rows_per_rank + config.gathered_rows, config.record_bytes),
+            dtype=torch.uint8,
+            device=manager._device,
+        )
+        staging, gathered = memory.split([config.rows_per_rank, config.gathered_rows])
+        return CKVGatherWorkspace(staging, gathered)
+
+    manager = current_workspace_manager()
+    key = ("ckv_gather", config.rows_per_rank, config.gathered_rows)
+    return manager.get_persistent_resource(
+        (*key, config.record_bytes), functools.partial(allocate, manager)
+    )
+
+
+def all_gather_bytes(
+    gathered: torch.Tensor, local: torch.Tensor, group: "GroupCoordinator"
+) -> None:
+    """All-gather uint8 [n] into uint8 [W * n], in the current stream's order."""
+    assert gathered.numel() == group.world_size * local.numel()
+    comm = getattr(group.device_communicator, "pynccl_comm", None)
+    if comm is not None and not comm.disabled:
+        # The group's own communicator: torch.distributed would create another one,
+        # late, and NCCL buffers with it.
+        comm.all_gather(gathered, local)
+    else:
+        dist.all_gather_into_tensor(gathered, local, group=group.device_group)
+
+
+def gather_ckv(
+    kv_cache: torch.Tensor,
+    plan: CKVGatherPlan,
+    workspace: CKVGatherWorkspace,
+    group: "GroupCoordinator",
+) -> torch.Tensor:
+    """Gather the batch's raw records of all ranks. Collective over `group`.
+
+    Args:
+        kv_cache: [blocks, block_size, record] of one-byte elements, this layer's.
+        plan: the step's.
+        workspace: written; the gathered rows stay until the next gather.
+        group: the DCP group, or one with its ranks.
+
+    Returns:
+        uint8 [plan.gathered_rows, record], a view of the workspace. Rows of a share
+        beyond its rank's total are zero.
+
+    Raises:
+        ValueError: records of another size than the workspace's.
+
+    """
+    cache = kv_cache.view(torch.uint8)
+    if cache.shape[-1] != workspace.staging.shape[-1]:
+        raise ValueError(
+            f"The KV cache has records of {cache.shape[-1]} bytes, the CKV gather "
+            f"workspace of {workspace.staging.shape[-1]}."
+        )
+    local = workspace.staging[: plan.padded_total]
+    if plan.local_rows:
+        ops.cp_gather_cache(
+            cache,
+            local[: plan.local_rows],
+            plan.block_table,
+            plan.local_cu_seq_lens,
+            plan.num_reqs,
+        )
+    local[plan.local_rows :].zero_()
+    gathered = workspace.gathered[: plan.gathered_rows]
+    all_gather_bytes(gathered.view(-1), local.view(-1), group)
+    return gathered
+
+
+# -------------------------------------------------------------------------- layer
+
+
+def ckv_gather_attend(
+    layer: Any,
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    attn_metadata: Any,
+    output: torch.Tensor,
+) -> int:
+    """Attend the prefill rows over the gathered CKV and write them to `output`.
+
+    Args:
+        layer: an MLAAttention whose impl has `forward_ckv_gather`.
+        ql_nope: [T, local heads, kv_lora_rank], of the prefill rows.
+        q_pe: [T, local heads, rope dim], with the position applied.
+        kv_cache: this layer's paged cache, the batch's tokens written.
+        attn_metadata: with a plan in `ckv_gather`.
+        output: [tokens of the batch, local heads * v_head_dim].
+
+    Returns:
+        The number of decode rows, which remain for the exchange path.
+
+    """
+    plan = attn_metadata.ckv_gather
+    attn_out = layer.impl.forward_ckv_gather((ql_nope, q_pe), kv_cache, attn_metadata)
+    layer._v_up_proj(attn_out, out=output[plan.rows])
+    return plan.num_decode_tokens
+
+
+def ckv_gather_absorb_and_attend(
+    layer: Any,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    attn_metadata: Any,
+    output: torch.Tensor,
+) -> int:
+    """`ckv_gather_attend` for q [tokens of the batch, local heads, nope + rope]."""
+    q_nope, q_pe = q[attn_metadata.ckv_gather.rows].split(
+        [layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1
+    )
+    num_rows, num_heads, _ = q_nope.shape
+    ql_nope = q_nope.new_empty((num_rows, num_heads, layer.kv_lora_rank))
+    torch.bmm(q_nope.transpose(0, 1), layer.W_UK_T, out=ql_nope.transpose(0, 1))
+    return ckv_gather_attend(layer, ql_nope, q_pe, kv_cache, attn_metadata, output)
