@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashMLA sparse under DCP: which head counts build, what the planner decides, and that flags off change nothing."""
+import inspect
+import os
+import pathlib
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu._ckv_ranks import FLAGS, Batch, Rank, current_config, make_config, rows_of, use_torch_ops
+from tests.oracle import deal
+from vllm.distributed import parallel_state
+from vllm.v1.attention.backends.mla import flashmla_sparse
+from vllm.v1.attention.ops import ckv_gather
+from vllm.v1.worker import workspace
+
+pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(120)]
+
+
+class Group:
+    """A DCP group seen from one rank, without peers."""
+
+    device_communicator = None
+    device_group = None
+    use_custom_op_call = False
+
+    def __init__(self, rank, world):
+        self.rank_in_group, self.world_size = rank, world
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for flag in FLAGS:
+        monkeypatch.delenv(flag, raising=False)
+    use_torch_ops()
+
+
+def make_rank(monkeypatch, rank, world, flag_values=None, **config):
+    """Real builder and impl of one rank; `config` as of `make_config`."""
+    monkeypatch.setattr(parallel_state, "_DCP", Group(rank, world) if world > 1 else None)
+    if world == 1:
+        monkeypatch.setattr("vllm.model_executor.layers.attention.sparse_mla_attention.get_dcp_group", lambda: Group(0, 1))
+    monkeypatch.setattr("vllm.v1.attention.ops.dcp.MLADCPManager.__init__", lambda self, **kwargs: None)
+    monkeypatch.setattr("vllm.model_executor.layers.attention.sparse_mla_attention.get_tensor_model_parallel_world_size", lambda: world)
+    return Rank(rank, world, "cpu", **config).build(**(flag_values or {}))
+
+
+# ------------------------------------------------------------------------------------------------ flashmla-dcp-heads
+
+
+@pytest.mark.parametrize(
+    "heads, tp, dcp",
+    [
+        (128, 4, 2),  # DeepSeek-V3.2, 32 local heads: refused upstream
+        (128, 4, 4),  # 32 local, 128 gathered: refused upstream
+        (128, 8, 8),  # 16 local, 128 gathered: refused upstream
+        (128, 8, 4),  # worked
+        (64, 8, 8),  # GLM, worked
+        (64, 2, 2),  # 32 local: refused upstream
+        (128, 2, 2),  # 64 local: refused upstream
+    ],
+)
+@pytest.mark.parametrize("gather", [0, 1])
+def test_head_counts_that_build(monkeypatch, heads, tp, dcp, gather):
+    rank = make_rank(monkeypatch, 0, dcp, dict(CKV_GATHER=gather), heads=heads, tp=tp)
+    assert rank.builder.fp8_use_mixed_batch
+    # The kernel pads to the gathered count.
+    gathered = heads // tp * dcp
+    seen = []
+    monkeypatch.setattr(flashmla_sparse, "flash_mla_with_kvcache", lambda q, **kwargs: (seen.append(q.shape[2]), (q[..., :512], q[..., 0].transpose(1, 2)))[1])
+    cache = torch.zeros((1, 64, 656), dtype=torch.uint8)
+    out, lse = rank.impl._fp8_flash_mla_kernel(torch.zeros(1, 3, gathered, 576, dtype=torch.bfloat16), cache, torch.zeros(1, 3, 128, dtype=torch.int32), rank.builder._build_fp8_mixed_decode_prefill())
+    assert seen == [64 if gathered <= 64 else 128]
+    assert out.shape == (1, 3, gathered, 512) and lse.shape == (1, gathered, 3)
+
+
+def test_more_gathered_heads_than_the_kernel_runs(monkeypatch):
+    with pytest.raises(NotImplementedError, match="at most 128 heads; got 256"):
+        make_rank(monkeypatch, 0, 4, heads=256)
+
+
+def test_hisparse_stays_refused(monkeypatch):
+    monkeypatch.setattr(parallel_state, "_DCP", Group(0, 2))
+    rank = make_rank(monkeypatch, 0, 2)
+    rank.config.attention_config.hisparse_config = object()
+    spec = type("Spec", (), {"block_size": 64, "kv_quant_mode": None})
+    with current_config(rank.config), pytest.raises(NotImplementedError, match="not with HiSparse"):
+        flashmla_sparse.FlashMLASparseMetadataBuilder(spec, ["layer"], rank.config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("heads, mixed", [(16, True), (31, True), (32, False), (128, False)])
+def test_without_dcp_the_head_count_still_decides(monkeypatch, heads, mixed):
+    rank = make_rank(monkeypatch, 0, 1, heads=heads)
+    assert rank.builder.fp8_use_mixed_batch is mixed
+
+
+# ------------------------------------------------------------------------------------------------ planner
+
+
+def planned(rank, batch, **more):
+    common = batch.common(rank)
+    for name, value in more.items():
+        setattr(common, name, value)
+    return rank.builder.build(0, common)
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_plan_of_a_mixed_batch(monkeypatch, interleave):
+    batch = Batch([(40, 1), (129, 1), (0, 12), (64, 10)], num_decodes=2, heads=16)
+    rank = make_rank(monkeypatch, 1, 4, dict(CKV_GATHER=1), interleave=interleave)
+    rank.builder.reorder_batch_threshold = 1
+    rank.load(batch)
+    plan = planned(rank, batch).ckv_gather
+    assert plan.rows == slice(2, 24) and plan.num_decode_tokens == 2 and plan.num_reqs == 2
+    assert plan.req_ids.tolist() == [0] * 12 + [1] * 10
+    # Global bounds, for every row.
+    assert plan.causal_lens.tolist() == list(range(1, 13)) + list(range(65, 75)) == batch.causal[2:]
+    dealt = [[len(shard) for shard in deal(length, 4, interleave)] for length in (12, 74)]
+    assert plan.rank_req_starts.tolist() == [[0, dealt[0][r]] for r in range(4)]
+    assert plan.local_cu_seq_lens.tolist() == [0, dealt[0][1], dealt[0][1] + dealt[1][1]]
+    assert plan.local_rows == sum(lens[1] for lens in dealt) == len(rows_of(12, 1, 4, interleave)) + len(rows_of(74, 1, 4, interleave))
+    assert plan.padded_total == 64
+    assert plan.block_table.equal(rank.block_table[2:])
+    assert plan.page_table[0, :4].tolist() == [0, 1, 2, 3] and plan.page_starts.tolist() == [0]
+    assert all(t.dtype == torch.int32 for t in (plan.req_ids, plan.causal_lens, plan.rank_req_starts, plan.local_cu_seq_lens, plan.page_table, plan.page_starts))
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    rank = make_rank(monkeypatch, 0, 2, dict(CKV_GATHER=1, CKV_GATHER_MAX_TOKENS=300), max_num_seqs=8)
+    rank.builder.reorder_batch_threshold = 1
+    return rank
+
+
+def load(rank, requests, **kwargs):
+    batch = Batch(requests, heads=16, **kwargs)
+    rank.load(batch)
+    return batch
+
+
+@pytest.mark.parametrize(
+    "requests, num_decodes, gathers",
+    [
+        ([(0, 15)], 0, False),
+        ([(0, 16)], 0, False),
+        ([(0, 17)], 0, True),
+        ([(0, 16), (0, 16)], 0, True),
+        ([(9, 1), (8, 1)], 2, False),
+        ([(9, 1), (8, 1), (0, 16)], 2, False),  # decode rows do not count
+        ([(9, 1), (8, 1), (0, 17)], 2, True),
+        ([(283, 17)], 0, True),
+        ([(284, 17)], 0, False),  # above MAX
+        ([(283, 1), (283, 17)], 1, True),  # the context of decodes does not count
+    ],
+)
+def test_builder_decides(rank, requests, num_decodes, gathers):
+    batch = load(rank, requests, num_decodes=num_decodes)
+    assert (planned(rank, batch).ckv_gather is not None) is gathers
+
+
+@pytest.mark.parametrize("prefilling, gathers", [([False] * 8, False), ([False] * 7 + [True], True), (None, False)])
+def test_verification_batches_do_not_gather(monkeypatch, prefilling, gathers):
+    """8 requests of 1 + 3 drafts look like prefills where the decode threshold is 1; they would gather on every step."""
+    rank = make_rank(monkeypatch, 0, 2, dict(CKV_GATHER=1), interleave=16, speculative_config=type("S", (), {"num_speculative_tokens": 3, "parallel_drafting": False}))
+    assert rank.builder.reorder_batch_threshold == 1
+    rank.builder.require_uniform_decodes = False
+    batch = load(rank, [(50 + i, 4) for i in range(8)])
+    common = dict(is_prefilling=None if prefilling is None else torch.tensor(prefilling))
+    metadata = planned(rank, batch, **common)
+    assert metadata.num_prefills == 8
+    assert (metadata.ckv_gather is not None) is gathers
+
+
+def test_recomputed_requests_gather(rank):
+    """After a preemption, generated tokens are computed again in long queries, and `is_prefilling` is false."""
+    batch = load(rank, [(50, 30)], prefilling=[False])
+    assert planned(rank, batch).ckv_gather is not None
+
+
+def test_capture_does_not_gather(rank):
+    batch = load(rank, [(0, 20)])
+    assert rank.builder.build_for_cudagraph_capture(batch.common(rank)).ckv_gather is None
+    assert planned(rank, batch).ckv_gather is not None
+
+
+def test_dense_mha_does_not_gather(rank):
+    """Upstream takes short prefills through dense MHA; the layer asserts that both cannot be."""
+    batch = load(rank, [(0, 20)])
+    common = batch.common(rank)
+    metadata = rank.builder.build(0, common)
+    metadata.prefill = type("Prefill", (), {"use_dense_mha": True})
+    assert rank.builder.ckv_gather.plan(common, metadata) is None
+
+
+def test_no_host_lengths_is_an_error(rank):
+    batch = load(rank, [(0, 20)])
+    with pytest.raises(RuntimeError, match="seq_lens_cpu_upper_bound"):
+        planned(rank, batch, seq_lens_cpu_upper_bound=None)
+
+
+def test_device_lengths_bound_the_rows(rank):
+    """Asynchronous scheduling: host lengths are upper bounds. The layout uses them on all ranks, the rows the true ones."""
+    batch = load(rank, [(50, 20)])
+    metadata = planned(rank, batch, seq_lens_cpu_upper_bound=torch.tensor([75], dtype=torch.int32))
+    assert metadata.ckv_gather.causal_lens.tolist() == list(range(51, 71))
+    assert metadata.ckv_gather.local_cu_seq_lens.tolist() == [0, 38]
+
+
+def test_padding_requests_and_rows(rank):
+    """Rows behind the last query belong to request 0, padding requests have no query and stale lengths."""
+    batch = load(rank, [(30, 1), (0, 20), (0, 0)], num_decodes=1)
+    rank.block_table = torch.cat([rank.block_table, rank.block_table[:1]])[:3]
+    lens = torch.tensor([31, 20, 999], dtype=torch.int32)
+    metadata = planned(rank, batch, num_actual_tokens=24, seq_lens_cpu_upper_bound=lens, seq_lens=lens)
+    plan = metadata.ckv_gather
+    assert plan.rows == slice(1, 24)
+    assert plan.local_cu_seq_lens.tolist() == [0, 10, 10] and plan.padded_total == 64
+    assert plan.req_ids.tolist() == [0] * 20 + [-1] * 3
+    assert plan.causal_lens.tolist()[:20] == list(range(1, 21)) and max(plan.causal_lens.tolist()) <= 20
+
+
+def test_cache_of_another_record_size(rank):
+    batch = load(rank, [(0, 20)])
+    plan = planned(rank, batch).ckv_gather
+    with pytest.raises(ValueError, match="352 bytes.*656"):
+        ckv_gather.gather_ckv(torch.zeros((2, 64, 352), dtype=torch.uint8), plan, rank.impl.ckv_workspace, Group(0, 2))
+
+
+def test_local_records_are_raw_and_the_padding_zero(rank, monkeypatch):
+    """What leaves a rank: the bytes of its cache, in request order, and zeros; poisoned before."""
+    batch = load(rank, [(0, 20), (5, 30)])
+    plan = planned(rank, batch).ckv_gather
+    rank.poison()
+    sent = []
+    monkeypatch.setattr(ckv_gather, "all_gather_bytes", lambda gathered, local, group: sent.append(local.clone()))
+    ckv_gather.gather_ckv(rank.cache, plan, rank.impl.ckv_workspace, Group(0, 2))
+    rows = sent[0].view(plan.padded_total, 656)
+    expected = torch.cat([rank.records[r][torch.from_numpy(rows_of(n, 0, 2, 1))] for r, n in enumerate((20, 35))])
+    assert rows[: plan.local_rows].equal(expected) and len(expected) == plan.local_rows
+    assert not rows[plan.local_rows :].any()
+
+
+# ------------------------------------------------------------------------------------------------ off
+
+
+def arena_specs(rank):
+    return rank.impl.workspace_specs
+
+
+def test_flags_off_reserves_and_plans_nothing(monkeypatch):
+    rank = make_rank(monkeypatch, 0, 2)
+    assert rank.impl.ckv_gather is None and rank.builder.ckv_gather is None
+    assert not hasattr(rank.impl, "ckv_workspace")
+    # Upstream's five scratch areas and no other.
+    assert [dtype for _, dtype in arena_specs(rank)] == [torch.bfloat16] * 5
+    assert arena_specs(rank)[1][0] == (4096 * 5, 576)
+    assert not any(workspace.current_workspace_manager()._persistent_resources)
+    batch = load(rank, [(0, 20)])
+    assert planned(rank, batch).ckv_gather is None
+    assert rank.builder.build_for_cudagraph_capture(batch.common(rank)).ckv_gather is None
+
+
+def test_flags_on_keeps_upstreams_scratch_in_place(monkeypatch):
+    """Upstream unpacks the specs from both ends: ours lie between."""
+    off, on = (make_rank(monkeypatch, 0, 2, dict(CKV_GATHER=flag)) for flag in (0, 1))
+    before, after = arena_specs(off), arena_specs(on)
+    assert after[0] == before[0] and after[-3:] == before[-3:]
+    rows = max(before[1][0][0], on.impl.ckv_gather.gathered_rows)
+    assert after[1:-3] == [((rows, 576), torch.bfloat16), ((512, 128), torch.int32), ((512,), torch.int32)]
+
+
+@pytest.mark.parametrize("path", ["vllm/model_executor/layers/attention/mla_attention.py", "vllm/models/deepseek_v32/attention.py"])
+def test_hooks_only_add_lines(path):
+    """Off, the layers run upstream's lines: our change to them is additions alone, behind a plan that is not there."""
+    patched, upstream = (os.environ.get(f"VLLM_STACK_{kind}_TREE") for kind in ("PATCHED", "UNPATCHED"))
+    if upstream is None:
+        pytest.skip("VLLM_STACK_UNPATCHED_TREE is not set")
+    patched = patched or pathlib.Path(inspect.getfile(flashmla_sparse)).parents[5]
+    diff = subprocess.run(["git", "diff", "--no-index", "--numstat", f"{upstream}/{path}", f"{patched}/{path}"], capture_output=True, text=True).stdout
+    added, removed = diff.split()[:2]
+    assert int(removed) == 0 and 0 < int(added) < 20
+
+
+def test_kernel_choice():
+    from vllm.v1.attention.backends.mla.flashmla_ckv_gather import use_fp8_kernel
+
+    assert not use_fp8_kernel(64, 8192, 524288)  # a full chunk
+    assert use_fp8_kernel(64, 17, 524288)  # few rows: the upconvert would dominate
+    assert not use_fp8_kernel(128, 17, 524288)  # not measured
+
+
+def test_make_config_is_complete():
+    """The stand-in configuration names what upstream reads; a new attribute there shows here first."""
+    assert make_config(2).parallel_config.use_ubatching is False
+    assert np.array_equal(rows_of(5, 1, 2, 2), [2, 3])
