@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stock DCP prefill against the CKV gather: per layer and per rank, FlashMLA sparse, DeepSeek-V3.2 at TP8.
+
+    PYTHONPATH=PATCHED_TREE python bench/bench_ckv_gather.py [--quick]
+
+One GPU plays one rank: real builder, impl and kernels on a real shard; collectives are left out and counted in bytes, then
+modelled for links of several speeds (bytes received per rank / bandwidth; no latency, no overlap). Prints one table and
+writes bench/out/ckv_gather.json and bench/out/ckv_gather.svg.
+"""
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.gpu._ckv_ranks import LATENT, PAGE, ROPE, Rank, quantize  # noqa: E402  (sets the environment before vllm)
+
+import torch  # noqa: E402
+
+TP, HEADS, TOPK, ROWS = 8, 128, 2048, 8192
+LINKS = (25, 50, 400)  # GB/s
+TARGET = 0.42  # of stock compute, at DCP8
+
+
+class Group:
+    """The DCP group of a rank without peers."""
+
+    device_communicator = device_group = None
+
+    def __init__(self, rank, world):
+        self.rank_in_group, self.world_size = rank, world
+
+
+def milliseconds(function, repeats):
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def random_ids(rows, context, generator):
+    """int32 [rows, TOPK]: distinct ids below the row's causal bound, -1 behind them."""
+    ids = torch.empty((rows, TOPK), dtype=torch.int32, device="cuda")
+    for first in range(0, rows, 256):
+        bound = torch.arange(context - rows + first, context - rows + first + 256, device="cuda")[:, None] + 1
+        keys = torch.rand((256, context), device="cuda", generator=generator)
+        keys.masked_fill_(torch.arange(context, device="cuda") >= bound, -1)
+        values, chosen = keys.topk(TOPK)
+        ids[first : first + 256] = torch.where(values >= 0, chosen, -1)
+    return ids
+
+
+def records(rows, generator):
+    normal = torch.randn((rows, LATENT + ROPE), device="cuda", generator=generator).to(torch.bfloat16)
+    return quantize(normal[:, :LATENT], normal[:, LATENT:])
+
+
+def make_rank(world):
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.attention import sparse_mla_attention
+    from vllm.v1.attention.ops import ckv_gather, dcp
+
+    parallel_state._DCP = Group(0, world)
+    dcp.MLADCPManager.__init__ = lambda self, **kwargs: None
+    sparse_mla_attention.get_tensor_model_parallel_world_size = lambda: TP
+    ckv_gather.all_gather_bytes = lambda gathered, local, group: None
+    rank = Rank(0, world, "cuda", tp=TP, heads=HEADS, topk=TOPK, max_tokens=ROWS, max_model_len=163840, max_num_seqs=8)
+    return rank.build(CKV_GATHER=1)
+
+
+def measure(rank, context, ids, generator, repeats):
+    import vllm.v1.attention.backends.mla.flashmla_ckv_gather as backend
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
+    from vllm.v1.attention.ops.ckv_gather import map_global_topk_to_gathered_ckv
+    from vllm.v1.attention.ops.dcp import correct_attn_out
+
+    world, heads = rank.world, HEADS // TP
+    local = -(-context // world)
+    pages = -(-local // PAGE)
+    order = torch.randperm(pages, generator=generator, device="cuda")
+    cache = records(pages * PAGE, generator).view(pages, PAGE, 656)
+    lens = torch.tensor([context], dtype=torch.int32)
+    starts = torch.tensor([0, ROWS], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts.cuda(),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.cuda(),
+        num_reqs=1,
+        num_actual_tokens=ROWS,
+        max_query_len=ROWS,
+        max_seq_len=context,
+        block_table_tensor=order.to(torch.int32)[None],
+        slot_mapping=torch.zeros(ROWS, dtype=torch.int64, device="cuda"),
+        is_prefilling=torch.tensor([True]),
+        seq_lens_cpu_upper_bound=lens,
+    )
+    metadata = rank.builder.build(0, common)
+    plan = metadata.ckv_gather
+    assert plan is not None and metadata.num_decodes == 0
+    rank.topk_buffer.copy_(ids)
+    gathered = rank.impl.ckv_workspace.gathered
+    fill = records(4096, generator)
+    for first in range(0, plan.gathered_rows, 4096):
+        gathered[first : first + 4096] = fill[: len(gathered[first : first + 4096])]
+
+    ql_nope = torch.randn((ROWS, heads, LATENT), device="cuda", generator=generator).to(torch.bfloat16)
+    q_pe = torch.randn((ROWS, heads, ROPE), device="cuda", generator=generator).to(torch.bfloat16)
+    q_gathered = torch.cat((ql_nope, q_pe), -1).repeat(1, world, 1)
+    out, lse = rank.impl.forward_mqa(q_gathered, cache, metadata, rank.layer)
+    lses = lse[None].repeat(world, 1, 1).contiguous()
+
+    def stock():
+        torch.cat((ql_nope, q_pe), -1)
+        rank.impl.forward_mqa(q_gathered, cache, metadata, rank.layer)
+
+    def gather(ratio):
+        backend.FP8_GATHERED_ROWS_PER_QUERY = {64: ratio, 128: ratio}
+        return lambda: rank.impl.forward_ckv_gather((ql_nope, q_pe), cache, metadata)
+
+    merge = milliseconds(lambda: correct_attn_out(out, lses, 0, None), repeats)
+    result = dict(
+        dcp=world,
+        context=context,
+        stock_ms=milliseconds(stock, repeats) + merge,
+        stock_merge_ms=merge,
+        gather_bf16_ms=milliseconds(gather(None), repeats),
+        gather_fp8_ms=milliseconds(gather(0), repeats),
+        # Received per rank: gathered queries, all LSEs, partial outputs to add | records of the other ranks.
+        stock_bytes=(world - 1) * ROWS * heads * ((LATENT + ROPE) * 2 + world * 4 + LATENT * 2),
+        gather_bytes=(world - 1) * plan.padded_total * 656,
+    )
+    slots, counts = torch.empty_like(ids), torch.empty(ROWS, dtype=torch.int32, device="cuda")
+    request = torch.zeros(ROWS, dtype=torch.int32, device="cuda")
+    zero = torch.zeros(1, dtype=torch.int32, device="cuda")
+    result |= dict(
+        remap_us=1e3
+        * milliseconds(
+            lambda: map_global_topk_to_gathered_ckv(ids, plan.req_ids, plan.causal_lens, plan.rank_req_starts, plan.padded_total, world, 1, out=slots, counts=counts), repeats
+        ),
+        upstream_remap_us=1e3
+        * milliseconds(
+            lambda: triton_convert_req_index_to_global_index(
+                request,
+                common.block_table_tensor,
+                ids,
+                NUM_TOPK_TOKENS=TOPK,
+                HAS_PREFILL_WORKSPACE=True,
+                prefill_workspace_request_ids=request,
+                prefill_workspace_starts=zero,
+                prefill_workspace_rank_stride=plan.padded_total,
+                dcp_size=world,
+                dcp_rank=0,
+                return_valid_counts=True,
+                out=slots,
+                valid_counts_out=counts,
+            ),
+            repeats,
+        ),
+        copy_us=1e3 * milliseconds(lambda: slots.copy_(ids), repeats),
+    )
+    best = min(result["gather_bf16_ms"], result["gather_fp8_ms"])
+    result["compute_ratio"] = result["gather_bf16_ms"] / result["stock_ms"]
+    result["best_kernel"] = "bf16" if best == result["gather_bf16_ms"] else "fp8"
+    for link in LINKS:
+        result[f"stock_total_{link}_ms"] = result["stock_ms"] + result["stock_bytes"] / link / 1e6
+        result[f"gather_total_{link}_ms"] = result["gather_bf16_ms"] + result["gather_bytes"] / link / 1e6
+    return result
+
+
+def table(results):
+    head = ["DCP", "context", "stock ms", "gather ms", "(fp8 ms)", "ratio", "stock MB", "gather MB", *(f"{link} GB/s" for link in LINKS), "remap us", "upstream", "copy"]
+    rows = [head]
+    for r in results:
+        rows.append(
+            [
+                str(r["dcp"]),
+                f"{r['context'] // 1024}k",
+                *(f"{r[k]:.2f}" for k in ("stock_ms", "gather_bf16_ms", "gather_fp8_ms", "compute_ratio")),
+                *(f"{r[k] / 1e6:.0f}" for k in ("stock_bytes", "gather_bytes")),
+                *(f"{r[f'stock_total_{link}_ms']:.1f}>{r[f'gather_total_{link}_ms']:.1f}" for link in LINKS),
+                *(f"{r[k]:.0f}" for k in ("remap_us", "upstream_remap_us", "copy_us")),
+            ]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def plot(results, path):
+    """Bars: stock and gather, compute and modelled communication at 50 GB/s, as SVG."""
+    link, height, bar, gap = 50, 260, 22, 26
+    top = max(r[f"stock_total_{link}_ms"] for r in results)
+    width = 60 + len(results) * (2 * bar + gap)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height + 90}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height + 90}" fill="white"/>',
+        f'<text x="10" y="16">ms per layer and rank, 8192 rows, TP8: compute (dark) and bytes at {link} GB/s (light)</text>',
+    ]
+    for i, r in enumerate(results):
+        for j, (name, compute, total) in enumerate((("stock", "stock_ms", "stock_total"), ("gather", "gather_bf16_ms", "gather_total"))):
+            x = 40 + i * (2 * bar + gap) + j * bar
+            whole, dark = r[f"{total}_{link}_ms"] / top * height, r[compute] / top * height
+            colours = ("#9aa5b1", "#52606d") if name == "stock" else ("#8fd3c8", "#147d64")
+            parts.append(f'<rect x="{x}" y="{30 + height - whole:.1f}" width="{bar - 2}" height="{whole:.1f}" fill="{colours[0]}"/>')
+            parts.append(f'<rect x="{x}" y="{30 + height - dark:.1f}" width="{bar - 2}" height="{dark:.1f}" fill="{colours[1]}"/>')
+            parts.append(f'<text x="{x}" y="{26 + height - whole:.1f}" font-size="9">{r[f"{total}_{link}_ms"]:.1f}</text>')
+        parts.append(f'<text x="{40 + i * (2 * bar + gap)}" y="{height + 46}">DCP{r["dcp"]}</text><text x="{40 + i * (2 * bar + gap)}" y="{height + 60}">{r["context"] // 1024}k</text>')
+    parts.append(f'<text x="40" y="{height + 80}">left: stock, right: gather</text></svg>')
+    path.write_text("\n".join(parts))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one context, few repeats")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("needs a GPU")
+    contexts, repeats = ((8192, 65536, 131072), 20) if not arguments.quick else ((65536,), 5)
+    generator = torch.Generator("cuda").manual_seed(0)
+    ids = {context: random_ids(ROWS, context, generator) for context in contexts}
+    results = []
+    for world in (2, 4, 8):
+        rank = make_rank(world)
+        for context in contexts:
+            results.append(measure(rank, context, ids[context], generator, repeats))
+        del rank
+        torch.cuda.empty_cache()
+    print(f"{torch.cuda.get_device_name()}, {ROWS} rows, top-k {TOPK}, {HEADS} heads at TP{TP}; X GB/s: modelled total, stock>gather, ms")
+    print(table(results))
+    worst = max(r["compute_ratio"] for r in results if r["dcp"] == 8)
+    print(f"compute at DCP8: at most {worst:.2f} of stock (target {TARGET})")
+    out = ROOT / "bench" / "out"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "ckv_gather.json").write_text(json.dumps(dict(schema=1, device=torch.cuda.get_device_name(), rows=ROWS, topk=TOPK, heads=HEADS, tp=TP, results=results), indent=1) + "\n")
+    plot(results, out / "ckv_gather.svg")
+
+
+if __name__ == "__main__":
+    main()
