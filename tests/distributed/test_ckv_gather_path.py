@@ -54,10 +54,19 @@ def _compare(rank, world, interleave, names, layer):
             rank_.builder.reorder_batch_threshold = 1
             rank_.load(batch)
             calls.clear()
+            merged = []
+            manager = rank_.layer.dcp_manager
+            combine = manager.combine
+            # The fused layer gives the merge no lengths.
+            manager.combine = lambda out, lse, combine=combine, **kw: (merged.append((len(out), kw["seq_lens"])), combine(out, lse, **kw))[1]
             metadata = rank_.metadata(batch)
             assert metadata.num_decodes == num_decodes
             outputs[gather_flag] = rank_.run(batch, layer, metadata)
             assert len(calls) == gather_flag
+            # With the gather, decode rows alone are merged, and only where there are some.
+            requests_merged = num_decodes if gather_flag else len(requests)
+            assert [n for n, _ in merged] == [sum(batch.query_lens[:requests_merged])] * (requests_merged > 0)
+            assert all(lens is None or len(lens) == requests_merged for _, lens in merged)
         reference = rank_.reference(batch)
         results[name] = error(outputs[1], reference), error(outputs[0], reference)
     return results

@@ -503,6 +503,7 @@ def gpu_world(rank, world):
 
 
 def _gpu_rank_main(fn, rank, world, port, args, results):
+    torch.set_num_threads(2)
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         with gpu_world(rank, world):

@@ -60,6 +60,7 @@ def make_rank(monkeypatch, rank, world, flag_values=None, **config):
         (64, 8, 8),  # GLM, worked
         (64, 2, 2),  # 32 local: refused upstream
         (128, 2, 2),  # 64 local: refused upstream
+        (96, 4, 4),  # 24 local heads pad to 64, 96 gathered ones to 128: refused upstream
     ],
 )
 @pytest.mark.parametrize("gather", [0, 1])

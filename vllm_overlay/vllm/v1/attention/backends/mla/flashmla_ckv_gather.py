@@ -74,6 +74,18 @@ class FlashMLACKVGatherMixin:
             scratch_bytes=(widened - rows) * width * dtype.itemsize
             + max_tokens * (topk + 1) * torch.int32.itemsize,
         )
+        if topk_buffer is not None and topk_buffer.is_cuda:
+            # Compile the remap now: the first long prompt should not wait for it.
+            zeros = topk_buffer.new_zeros((self.ckv_gather.dcp_world_size, 1))
+            map_global_topk_to_gathered_ckv(
+                topk_buffer[:1],
+                zeros[0],
+                zeros[0],
+                zeros,
+                0,
+                self.ckv_gather.dcp_world_size,
+                self.ckv_gather.interleave,
+            )
 
     def forward_ckv_gather(
         self: Any,
