@@ -58,7 +58,7 @@ def _compare(rank, world, interleave, names, layer):
             manager = rank_.layer.dcp_manager
             combine = manager.combine
             # The fused layer gives the merge no lengths.
-            manager.combine = lambda out, lse, combine=combine, **kw: (merged.append((len(out), kw["seq_lens"])), combine(out, lse, **kw))[1]
+            manager.combine = lambda out, lse, combine=combine, merged=merged, **kw: (merged.append((len(out), kw["seq_lens"])), combine(out, lse, **kw))[1]
             metadata = rank_.metadata(batch)
             assert metadata.num_decodes == num_decodes
             outputs[gather_flag] = rank_.run(batch, layer, metadata)
