@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """v0.11.0's real model runner on real DCP groups: the slot mapping and the local lengths that it gives to the attention builders."""
-import importlib.util
 import json
-import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
 from tests import oracle
 from tests.distributed.ranks import run_ranks, vllm_world
+from tests.runtime.v0_11_0.runner import import_runner
 
 pytestmark = [pytest.mark.base("v0.11.0"), pytest.mark.forked, pytest.mark.timeout(180)]
 
@@ -108,10 +106,7 @@ def drive_runner(rank, world, config, interleave):
 @pytest.mark.parametrize("world, interleave", [(2, 16), (4, 4)])
 def test_runner_gives_builders_its_ranks_share(world, interleave, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    for name in ("numba", "diskcache"):  # imported by the runner for other features
-        if importlib.util.find_spec(name) is None:
-            monkeypatch.setitem(sys.modules, name, mock.MagicMock(name=name))
+    monkeypatch.setenv("VLLM_PLUGINS", "")  # some need a later vLLM
     config = engine_config(tmp_path, world, interleave)
-    import vllm.v1.worker.cpu_model_runner  # noqa: F401  once, before the ranks fork
-
+    import_runner("cpu_model_runner")  # once, before the ranks fork
     assert run_ranks(drive_runner, world, config, interleave, timeout=120) == [3] * world

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for the tests of base v0.11.0: pretend DCP groups, configs without a platform, the runner without its JIT packages."""
-import importlib.util
-import sys
+"""Fixtures for the tests of base v0.11.0: pretend DCP groups, configs without a platform, no plugins."""
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
@@ -18,6 +15,12 @@ def set_dcp(monkeypatch):
             monkeypatch.setattr(f"{module}.get_dcp_group", lambda: group)
 
     return set_group
+
+
+@pytest.fixture(autouse=True)
+def no_plugins(monkeypatch):
+    """Load none of the installed vLLM plugins: some need a later vLLM."""
+    monkeypatch.setenv("VLLM_PLUGINS", "")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -62,10 +65,7 @@ def make_config(neutral_platform):
 
 @pytest.fixture(scope="session")
 def gpu_model_runner():
-    """The module of GPUModelRunner. numba and diskcache, which it imports for other features, are stubbed where missing."""
-    for name in ("numba", "diskcache"):
-        if name not in sys.modules and importlib.util.find_spec(name) is None:
-            sys.modules[name] = mock.MagicMock(name=name)
-    from vllm.v1.worker import gpu_model_runner
+    """The module of GPUModelRunner."""
+    from tests.runtime.v0_11_0.runner import import_runner
 
-    return gpu_model_runner
+    return import_runner("gpu_model_runner")

@@ -5,7 +5,6 @@ Works on the patched and on an unpatched tree, so that unpatched.py can use it f
 """
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 LORA, ROPE, NOPE, V_DIM = 512, 64, 16, 16  # the cache row is LORA + ROPE = 576 wide, the only size MLA accepts
@@ -59,12 +58,3 @@ def common_metadata(query_lens, context_lens, **kwargs):
                                    num_computed_tokens_cpu=context, num_reqs=len(query), num_actual_tokens=tokens, max_query_len=int(query.max()),
                                    max_seq_len=int(seq_lens.max()), slot_mapping=torch.zeros(tokens, dtype=torch.int64),
                                    block_table_tensor=kwargs.pop("block_table", torch.zeros(len(query), 1, dtype=torch.int32)), **kwargs)
-
-
-def random_batch(rng: np.random.Generator, longest: int = 5000):
-    """Query and context lengths: some decodes, then some prefills, some of them without context."""
-    decodes, prefills = int(rng.integers(0, 5)), int(rng.integers(0, 5))
-    decodes += not decodes + prefills
-    query = [1] * decodes + rng.integers(2, 50, prefills).tolist()
-    context = rng.integers(0, longest, decodes).tolist() + (rng.integers(0, longest, prefills) * rng.integers(0, 2, prefills)).tolist()
-    return query, context
