@@ -66,6 +66,8 @@ def stored_names(node: ast.AST) -> set[str]:
             found.add(child.id)
         elif isinstance(child, ast.ExceptHandler) and child.name or isinstance(child, (ast.MatchAs, ast.MatchStar)) and child.name:
             found.add(child.name)
+        elif isinstance(child, ast.MatchMapping) and child.rest:
+            found.add(child.rest)
     return found
 
 
