@@ -84,9 +84,10 @@ def _judge(base: Base, lock: Lock, tree: str | None, found: dict[str, str], targ
 
 def _wrong(locks: list[tuple[Base, Lock]], founds: list[dict[str, str]]) -> State:
     """No base fits: say which is nearest and where it differs."""
-    near = min(range(len(locks)), key=lambda i: len(_compare(locks[i][1], founds[i])[0]) / max(1, len(locks[i][1].touched)))
-    base, lock = locks[near]
-    differ = sorted(_compare(lock, founds[near])[0])
+    # a file counts as different when it is neither upstream's nor the stack's
+    differ_from = [sorted(set(before) & set(after)) for before, after in (_compare(lock, found) for (_, lock), found in zip(locks, founds, strict=True))]
+    near = min(range(len(locks)), key=lambda i: len(differ_from[i]) / max(1, len(locks[i][1].touched)))
+    (base, lock), differ = locks[near], differ_from[near]
     detail = f"nearest is {base.tag}: {len(differ)} of {len(lock.touched)} files that the stack touches differ ({', '.join(differ[:4])}{', ...' if len(differ) > 4 else ''})"
     return State(WRONG_BASE, None, None, detail, f"python apply.py apply --ref {base.tag} --dest NEW_DIRECTORY")
 
