@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`apply` into a new place: every source, the cache, references to the pin, idempotence, concurrency."""
+import json
 import os
 import pathlib
 import shutil
@@ -42,7 +43,7 @@ SOURCES = {
     "git": (lambda p: ("--source", "git"), {}, True),
     "VLLM_REPO path": (lambda p: (), {"VLLM_REPO": "upstream"}, True),
     "VLLM_REPO url": (lambda p: ("--source", "git"), {"VLLM_REPO": "file://{room}/upstream"}, True),
-    "VLLM_REPO directory": (lambda p: (unpacked(p), ())[1], {"VLLM_REPO": "{room}/unpacked/vllm-1.2.3"}, False),
+    "VLLM_REPO directory": (lambda p: unpacked(p) and (), {"VLLM_REPO": "{room}/unpacked/vllm-1.2.3"}, False),
 }
 
 
@@ -197,8 +198,7 @@ def test_apply_with_the_shell_inside_another_repository(project):
 
 
 def test_an_empty_series(project):
-    for name in ("a", "b"):
-        (project.folder(OLD) / "series").write_text("# nothing yet\n")
+    (project.folder(OLD) / "series").write_text("# nothing yet\n")
     (project.folder(OLD) / "alpha.patch").unlink()
     tree = project.clone(at=OLD)
     project.run("export", tree, "--base", OLD)
@@ -232,7 +232,7 @@ def test_the_real_pins(tmp_path):
     """Both pinned releases, through the environment's own cache and index."""
     script = fake.REPOSITORY / "apply.py"
     bases = subprocess.run([sys.executable, str(script), "bases", "--json"], capture_output=True, check=True, text=True).stdout
-    for base in __import__("json").loads(bases)["bases"]:
+    for base in json.loads(bases)["bases"]:
         tree = tmp_path / base["tag"]
         done = subprocess.run([sys.executable, str(script), "apply", "--ref", base["tag"], "--dest", str(tree)], capture_output=True, text=True, env=dict(os.environ))
         assert done.returncode == 0, done.stderr

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches, locks, sources and surroundings that are wrong: each refused with its own exit code, naming what and where."""
+import hashlib
 import io
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -22,7 +24,7 @@ def doctored(project, edit, topic: str = "alpha") -> None:
     path.write_bytes(data)
     lock = json.loads((project.folder() / "lock.json").read_text())
     entry = next(p for p in lock["patches"] if p["topic"] == topic)
-    entry["sha256"] = __import__("hashlib").sha256(data).hexdigest()
+    entry["sha256"] = hashlib.sha256(data).hexdigest()
     (project.folder() / "lock.json").write_text(json.dumps(lock))
 
 
@@ -214,7 +216,7 @@ def test_an_sdist_with_another_hash(project, source):
 
 def test_not_an_archive(project):
     project.sdist().write_bytes(b"not a tar\n" * 100)
-    sha = __import__("hashlib").sha256(project.sdist().read_bytes()).hexdigest()
+    sha = hashlib.sha256(project.sdist().read_bytes()).hexdigest()
     toml = project.folder() / "base.toml"
     toml.write_text(re.sub(r'(sdist_sha256 = ")[0-9a-f]+', rf"\g<1>{sha}", toml.read_text()))
     done = project.apply("--source", project.sdist(), code=3)
@@ -334,8 +336,6 @@ def test_json_everywhere(applied):
 
 @pytest.mark.parametrize("environment,colour", [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
 def test_colour_on_a_terminal_only(applied, environment, colour):
-    import pty
-
     leader, follower = pty.openpty()
     env = applied.environment(**({"TERM": "xterm", "NO_COLOR": None} | environment))
     subprocess.run([sys.executable, str(applied.root / "apply.py"), "status", str(applied.tree)], env=env, stdout=follower, stderr=follower, stdin=follower, check=True)

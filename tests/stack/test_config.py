@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from . import project as fake
 from .project import OVERLAY_PATH, TAG, commit, expected, git, message, patched_files, snapshot, upstream_files
 
 # Each changes, or breaks, what git does by itself; measured with git 2.39.
@@ -187,8 +188,6 @@ def test_export_under_some_keys_of_the_tree(shared, number):
 
 @pytest.fixture(scope="module")
 def shared(template, tmp_path_factory):
-    from . import project as fake
-
     project = fake.copy_of(template, tmp_path_factory.mktemp("config") / "room")
     lay_traps(project)
     project.apply()

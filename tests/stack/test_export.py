@@ -291,8 +291,7 @@ def test_a_base_from_git_and_from_the_sdist_export_the_same(project):
 def test_export_from_another_base_is_refused(applied):
     assert TAG in applied.run("export", applied.tree, "--base", fake.OLD, code=3).err
     applied.run("export", applied.tree, "--base", "v9.9.9", code=2)
-    applied.run("export", project_clone := applied.clone(), code=2)
-    assert project_clone.exists()
+    assert "--base" in applied.run("export", applied.clone(), code=2).err
 
 
 LINES = st.lists(st.sampled_from([b"a\n", b"b\n", b"a\r\n", b"  \n", b"\n", b"-x\n", b"+y\n", b"\\ No newline at end of file\n", b"@@ -1 +1 @@\n", b"\xff\n", b"-- \n"]), max_size=8)
@@ -305,6 +304,7 @@ COMMITS = st.lists(st.dictionaries(PATHS, CONTENT, min_size=1, max_size=3), min_
 def workshop(template, tmp_path_factory):
     project = fake.copy_of(template, tmp_path_factory.mktemp("property") / "room")
     project.apply()
+    git(project.tree, "update-ref", "refs/keep/start", "HEAD")
     shutil.copytree(project.root, project.room / "pristine")
     return project
 
@@ -316,7 +316,7 @@ def test_apply_after_export_is_the_identity(workshop, commits):
     shutil.rmtree(project.root)
     shutil.copytree(project.room / "pristine", project.root)
     tree = project.tree
-    git(tree, "checkout", "--quiet", "--force", "-B", "dcp-stack", git(tree, "rev-parse", "refs/keep/start") if git(tree, "for-each-ref", "refs/keep") else git(tree, "update-ref", "refs/keep/start", "HEAD") or "HEAD")
+    git(tree, "checkout", "--quiet", "--force", "-B", "dcp-stack", "refs/keep/start")
     git(tree, "clean", "-qfd")
     git(tree, "update-ref", "refs/patchstack/applied", "HEAD")
     made = 0

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`lint`: one bad fixture for each rule that it states, found as `path:line: why`."""
+import hashlib
 import json
 import re
+import shutil
 
 import pytest
 
@@ -82,7 +84,7 @@ for key in ("Topic", "Upstream-Status", "Origin", "Retire-When", "Requires", "Te
 
 def test_the_template_is_clean(project):
     done = project.run("lint")
-    assert done.out.startswith("clean") and "note" not in done.err.replace("v1.1.0", "") or "not in the cache" in done.err
+    assert done.out.startswith("clean") and done.err == ""  # both bases are in the cache: all was checked
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -107,8 +109,6 @@ def test_each_rule(project, rule):
 
 def relocked(project) -> None:
     """Make the lock agree with the patches, so that only the canonical form is left to find."""
-    import hashlib
-
     path = project.folder() / "lock.json"
     lock = json.loads(path.read_text())
     for entry in lock["patches"]:
@@ -117,7 +117,7 @@ def relocked(project) -> None:
 
 
 @pytest.mark.parametrize("edit", [
-    lambda t: t.replace("@@ -8,7 +8,8 @@", "@@ -8,7 +8,8 @@ ", 1) if False else t.replace("diff --git a/vllm/crlf.py", "\ndiff --git a/vllm/crlf.py", 1),
+    lambda t: t.replace("diff --git a/vllm/crlf.py", "\ndiff --git a/vllm/crlf.py", 1),
     lambda t: t.replace("Why beta is needed.", "Why beta is needed.  ", 1),
     lambda t: t.replace("\n\nWhy beta", "\n\n\nWhy beta", 1),
     lambda t: re.sub(r"(?s)(diff --git a/vllm/crlf.py.*?)(diff --git a/vllm/envs.py.*?)(?=diff --git)", r"\2\1", t),
@@ -144,8 +144,6 @@ def test_what_moved_is_still_canonical(project):
 
 
 def test_without_the_cache_it_says_what_it_did_not_check(project):
-    import shutil
-
     shutil.rmtree(project.cache / "bases")
     done = project.run("lint")
     assert f"{TAG} is not in the cache" in done.err and not list(project.cache.glob("bases/*"))
