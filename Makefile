@@ -2,6 +2,8 @@
 # make test                                   the CPU test suite; makes what it needs
 # make lint | verify | status | unapply       the commands of apply.py on DEST
 # make build [VLLM_REF=...]                   build and install vLLM from the patched source (needs CUDA, hours)
+# make wheel [PLATFORM=aarch64]               the official wheel with the patched Python files laid in, into dist/
+# make bundle [KIND=engine]                   parts and a script for a GPU host without network, into dist/bundle-KIND
 # make bench                                  the benchmarks that this machine can run
 PYTHON ?= python3
 VLLM_REF ?=
@@ -10,7 +12,7 @@ DEST ?=
 ref = $(if $(VLLM_REF),--ref '$(VLLM_REF)')
 dest = $(if $(DEST),'$(DEST)',$(error give DEST=the tree))
 
-.PHONY: help apply verify status unapply lint bases test build bench
+.PHONY: help apply verify status unapply lint bases test build wheel bundle bench
 help:
 	@sed -n 's/^# //p' Makefile
 
@@ -28,6 +30,12 @@ test:
 
 build:
 	$(PYTHON) scripts/build.py $(ref) $(if $(DEST),--dest '$(DEST)')
+
+wheel:
+	$(PYTHON) apply.py wheel $(ref) $(if $(PLATFORM),--platform '$(PLATFORM)')
+
+bundle:
+	$(PYTHON) apply.py bundle $(ref) --$(or $(KIND),layer)
 
 bench:
 	$(PYTHON) bench/bench_apply.py

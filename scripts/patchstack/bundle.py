@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts that let an air-gapped GPU host with PyTorch run this project's GPU tests and benchmarks on the patched vLLM.
 
-A bundle is a few *segments* (tar, xz), most stable first, joined and cut into parts; a change of a patch changes the last
-parts only. `bundle_entry.py` with the manifest filled in puts them together. Segments are compressed in blocks on all
+A bundle is a few *segments* (tar, xz), joined and cut into parts; what changes with the stack lies in the last part, alone. `bundle_entry.py` with the manifest filled in puts them together. Segments are compressed in blocks on all
 cores and kept in the cache by the hash of what they hold.
 """
 import concurrent.futures
@@ -42,9 +41,24 @@ _PIP_PLATFORMS = (*(f"manylinux_2_{n}_x86_64" for n in (34, 31, 28, 27, 26, 24, 
 LEFT_OUT = ("vllm/vllm_flash_attn/_vllm_fa", "vllm/vllm-rs", "vllm/_moe_C", "vllm/_flashkda_C", "vllm/_deepselect_C", "vllm/_qutlass_C",
             "vllm/third_party/fmha_sm100/", "vllm/entrypoints/serve/instrumentator/static/")  # fmt: skip
 _STUBBED = ("vllm/vllm_flash_attn/__init__.py", "vllm/vllm_flash_attn/flash_attn_interface.py")
+_STUB_PACKAGE = b'''\
+# SPDX-License-Identifier: Apache-2.0
+"""Stands for flash-attention in a bundle of vllm-dcp-stack."""
+import pathlib
+
+from . import flash_attn_interface
+from .flash_attn_interface import *  # noqa: F403
+
+
+def __getattr__(name):
+    if (pathlib.Path(__file__).parent / name).is_dir():
+        raise AttributeError(name)  # a sub-package that is not imported yet: python then imports it
+    return getattr(flash_attn_interface, name)
+'''
 _NATIVE = "vllm/_C_stable_libtorch.abi3.so"
 _KERNELS = re.compile(r"vllm/(third_party/deep_gemm/.*|[^/]+\.so)")
 _PROJECT = ("tests", "bench", "pyproject.toml")
+_CHANGING = ("vllm", "project")  # in parts of their own: all that a new version of the stack brings anew
 _KEPT_FIELDS = re.compile(r"(?i)(Metadata-Version|Name|Version|License[-\w]*|Requires-Dist|Requires-Python|Provides-Extra):")
 
 
@@ -102,7 +116,8 @@ def fetch_packages(lines: list[str], ui: Ui) -> list[pathlib.Path]:
                 options = ["--only-binary", ":all:", "--python-version", ".".join(map(str, PYTHON)), "--implementation", "cp"]
                 options += [part for tag in _PIP_PLATFORMS for part in ("--platform", tag)] + [part for abi in (f"cp{PYTHON[0]}{PYTHON[1]}", "abi3", "none") for part in ("--abi", abi)]
                 for path in pip_download("the packages of the bundle", missing, pathlib.Path(folder), options, ui):
-                    have[sha256(path)] = path.replace(kept / path.name)
+                    found = sha256(path)
+                    have[found] = path.replace(kept / path.name)
         return [have[line.rsplit(":", 1)[1]] for line in lines]
 
 
@@ -154,7 +169,7 @@ def vllm_files(patched: Patched) -> Iterator[tuple[str, File]]:
         mode = (member.external_attr >> 16) & 0o777 or 0o644
         segment = "native" if path == _NATIVE else "kernels" if _KERNELS.fullmatch(path) and path not in kinds else "vllm"
         if path in _STUBBED:
-            data = pathlib.Path(flash_attn_stub.__file__).read_bytes() if path.endswith("interface.py") else b"from .flash_attn_interface import *  # noqa: F403\nfrom .flash_attn_interface import __getattr__  # noqa: F401\n"
+            data = pathlib.Path(flash_attn_stub.__file__).read_bytes() if path.endswith("interface.py") else _STUB_PACKAGE
             yield segment, File(f"site/{path}", mode, lambda data=data: data)
         elif path in kinds:
             yield segment, File(f"site/{path}", mode, lambda path=path: patched.changed[path])
@@ -238,21 +253,21 @@ def write(patched: Patched, kind: str, packed: list[Packed], out: pathlib.Path, 
     if out.exists() and any(out.iterdir()) and not is_bundle(out):
         raise Refused(f"{out} exists and is no bundle", "choose another --out; nothing was written")
     files.check_writable(out.parent)
-    total = sum(p.size for p in packed)
-    count = max(1, -(-total // limit))
     with files.locked(out.parent, ui.note), files.scratch_beside(out) as scratch:
         new = scratch / "bundle"
         new.mkdir()
-        parts = []
-        joined = _joined(packed)
-        for number in range(count):
-            name, size, hasher = f"part-{number + 1}.bin", 0, hashlib.sha256()
-            with (new / name).open("wb") as f:
-                while size < limit and (block := joined.read(min(1 << 20, limit - size))):
-                    f.write(block)
-                    hasher.update(block)
-                    size += len(block)
-            parts.append({"name": name, "offset": number * limit, "size": size, "sha256": hasher.hexdigest()})
+        parts: list[dict] = []
+        for group in ([p for p in packed if p.name not in _CHANGING], [p for p in packed if p.name in _CHANGING]):
+            joined, left = _Joined(group), sum(p.size for p in group)
+            while left:
+                name, size, hasher = f"part-{len(parts) + 1}.bin", min(limit, left), hashlib.sha256()
+                with (new / name).open("wb") as f:
+                    while f.tell() < size:
+                        block = joined.read(min(1 << 20, size - f.tell()))
+                        f.write(block)
+                        hasher.update(block)
+                parts.append({"name": name, "offset": sum(p["size"] for p in parts), "size": size, "sha256": hasher.hexdigest()})
+                left -= size
         offset, listed = 0, []
         for segment in packed:
             listed.append({"name": segment.name, "offset": offset, "size": segment.size, "sha256": segment.sha256, "unpacked": segment.unpacked})
@@ -275,7 +290,7 @@ def is_bundle(folder: pathlib.Path) -> bool:
     return (folder / ENTRY).is_file() and (folder / "part-1.bin").is_file()
 
 
-class _joined(io.RawIOBase):
+class _Joined(io.RawIOBase):
     """The compressed segments one after the other."""
 
     def __init__(self, packed: list[Packed]) -> None:

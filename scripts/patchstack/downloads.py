@@ -36,7 +36,7 @@ def pip_download(what: str, requirements: Sequence[str], folder: pathlib.Path, o
     if done.returncode:
         said = done.stderr.strip()
         if "THESE PACKAGES DO NOT MATCH THE HASHES" in said:
-            raise Refused(f"the index serves another {what} than the pinned one:\n{said}", "do not use that index, or, if the release was really replaced, pin it anew in patches/")
+            raise Refused(f"the index serves other files than the pinned ones for {what}:\n{said}", "do not use that index, or, if the release was really replaced, pin it anew in patches/")
         if "No space left on device" in said or "Read-only file system" in said:
             raise Refused(f"pip cannot write {what}: {said.splitlines()[-1]}", "make room, or set VLLM_STACK_CACHE to another folder")
         last = "\n  ".join(said.splitlines()[-3:]) or f"exit code {done.returncode}"
