@@ -15,7 +15,8 @@ class Base:
     """One pinned release.
 
     `commit` may be abbreviated (an sdist names only nine digits). `overlay` lists the files of vllm_overlay/ that this
-    base takes. `wheels` maps the platform tag of each official wheel to its sha256. `folder` holds base.toml, series, the patches and lock.json; `overlay_root` the overlay files.
+    base takes. `wheels` maps the platform tag of each official wheel to its sha256,
+    `rebuilt` names the Python files that its build takes from elsewhere. `folder` holds base.toml, series, the patches and lock.json; `overlay_root` the overlay files.
     """
 
     tag: str
@@ -28,6 +29,7 @@ class Base:
     folder: pathlib.Path
     overlay_root: pathlib.Path
     wheels: dict[str, str] = field(default_factory=dict)
+    rebuilt: tuple[str, ...] = ()
 
     @property
     def pinned(self) -> bool:
@@ -47,7 +49,7 @@ def load_base(folder: pathlib.Path, overlay_root: pathlib.Path) -> Base:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         return Base(tag=data["tag"], version=data["version"], commit=data["commit"].lower(), sdist_sha256=data["sdist_sha256"].lower(),
                     repository=data["repository"], default=bool(data.get("default", False)), overlay=tuple(data.get("overlay", [])),
-                    folder=folder, overlay_root=overlay_root, wheels={k: v.lower() for k, v in data.get("wheels", {}).items()})  # fmt: skip
+                    folder=folder, overlay_root=overlay_root, wheels={k: v.lower() for k, v in data.get("wheels", {}).items()}, rebuilt=tuple(data.get("rebuilt", [])))  # fmt: skip
     except FileNotFoundError:
         raise Usage(f"{path} is missing", "each folder under patches/ needs a base.toml") from None
     except tomllib.TOMLDecodeError as e:

@@ -72,7 +72,7 @@ def choose_platform(base: Base, wanted: str | None) -> str:
 
 def refuse_compiled(patched: stack.StackFiles) -> None:
     """Refuse a stack that touches what the compiled part of the official wheel was built from."""
-    wrong = [f"{patch.path.name}: {path}" for patch in patched.patches for path in patch.paths if path.startswith(COMPILED)]
+    wrong = [f"{patch.path.name}: {path}" for patch in patched.patches for path in patch.paths if path.startswith(COMPILED) or path in patched.base.rebuilt]
     wrong += [f"overlay: {path}" for path in patched.overlay if path.startswith(COMPILED)]
     if wrong:
         raise Refused("the official wheel cannot carry this stack, which changes what the wheel was built from:\n" + "\n".join(f"- {w}" for w in wrong),
@@ -158,7 +158,7 @@ def _compare(base: Base, archive: zipfile.ZipFile, tree: GitTree, ui: Ui) -> Non
     for number, member in enumerate(members):
         ui.progress("comparing the wheel with the source", number, len(members))
         wanted = tree.blob(member.filename)
-        if wanted and blob_id(archive.read(member)) != wanted:
+        if wanted and member.filename not in base.rebuilt and blob_id(archive.read(member)) != wanted:
             wrong.append(f"{member.filename}: differs")
     ui.progress("comparing the wheel with the source", len(members), len(members))
     have = {m.filename for m in members}

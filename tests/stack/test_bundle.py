@@ -93,8 +93,9 @@ import vllm.vllm_flash_attn as fa
 from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
 from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
 assert not is_fa_version_supported(3) and fa.FA2_AVAILABLE is False
+from vllm.vllm_flash_attn import cute  # a real sub-package, not a name that the stub answers for
 from vllm.vllm_flash_attn.cute import utils
-assert utils.REAL
+assert utils.REAL and cute.utils is utils
 for f in (flash_attn_varlen_func, get_scheduler_metadata):
     try:
         f()

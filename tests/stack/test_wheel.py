@@ -150,6 +150,23 @@ def test_a_wheel_with_other_python_files_is_refused(project):
     assert not out(project).exists()
 
 
+def test_files_that_the_official_build_replaces_may_differ_and_may_not_be_patched(project):
+    files = wheels.official_files() | {"vllm/envs.py": b"# of another repository\n"}
+    wheels.add_official(project, files)
+    toml = project.folder() / "base.toml"
+    whole = toml.read_text()
+    toml.write_text('rebuilt = ["vllm/distributed/__init__.py"]\n' + whole)
+    assert "- vllm/envs.py: differs" in build(project, code=3).err
+    toml.write_text('rebuilt = ["vllm/envs.py"]\n' + whole)
+    assert "- beta.patch: vllm/envs.py" in build(project, code=3).err
+    files = wheels.official_files() | {"vllm/distributed/__init__.py": b"# of another repository\n"}
+    wheels.add_official(project, files)
+    toml.write_text(toml.read_text().replace('rebuilt = ["vllm/envs.py"]', 'rebuilt = ["vllm/distributed/__init__.py"]'))
+    build(project)
+    with zipfile.ZipFile(built(project)) as archive:
+        assert archive.read("vllm/distributed/__init__.py") == b"# of another repository\n"
+
+
 def test_a_tampered_wheel_is_refused(ready):
     path = ready.index / f"vllm-{VERSION}-cp38-abi3-{PLATFORM}.whl"
     data = bytearray(path.read_bytes())
