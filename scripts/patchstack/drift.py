@@ -4,6 +4,8 @@
 Each patch is tried on the new tree: strictly, then by 3-way merge. The next patch goes on top of what could be carried, so
 one conflict does not hide the rest. What could be carried is then checked against the new tree by `semantic`.
 """
+import difflib
+import glob
 import pathlib
 import re
 import tempfile
@@ -23,11 +25,12 @@ from .upstream import Upstream
 
 CLEAN, OFFSET, THREE_WAY, UPSTREAM, CONFLICT, MISSING = "clean", "offset", "3-way", "already-upstream", "conflict", "missing file"
 STATES = (CLEAN, OFFSET, THREE_WAY, UPSTREAM, CONFLICT, MISSING)
+_MARKER = 37  # long enough that no line of a file is taken for a conflict marker
 
 
 @dataclass(frozen=True)
 class Region:
-    """One place where a 3-way merge needs a human. `ours`: the stack; `theirs`: the new release. `moved_by`: upstream commit and subject, from carved history."""
+    """One place where a 3-way merge needs a human. `ours`: the stack; `theirs`: the new release, with the patches before; `line` is in that. `moved_by`: upstream commit and subject, from carved history."""
 
     path: str
     line: int
@@ -88,7 +91,7 @@ def analyse(files: stack.StackFiles, old: Upstream, new: Upstream, ref: str, ver
             reports = []
             for number, patch in enumerate(patches):
                 ui.progress(f"trying the stack on {ref}", number, len(patches))
-                report, tree = _try(index, tree, patch, version, history)
+                report, tree = _try(index, built.base_tree, tree, patch, version, history)
                 reports.append(report)
             ui.progress(f"trying the stack on {ref}", len(patches), len(patches))
         _blame_requirements(files, reports)
@@ -97,7 +100,7 @@ def analyse(files: stack.StackFiles, old: Upstream, new: Upstream, ref: str, ver
     return Drift(files.base.tag, ref, reports, collisions, findings)
 
 
-def _try(index: Git, tree: str, patch: PatchFile, version: str, history) -> tuple[PatchDrift, str]:
+def _try(index: Git, old_base: str, tree: str, patch: PatchFile, version: str, history) -> tuple[PatchDrift, str]:
     """(report, tree after it). The index holds `tree` before, and the returned tree after."""
     report = PatchDrift(patch.topic, CLEAN)
     diff = patch.data[patch.data.index(b"diff --git ") :]
@@ -105,21 +108,29 @@ def _try(index: Git, tree: str, patch: PatchFile, version: str, history) -> tupl
     report.missing = sorted({c.old for c in patch.changes if c.old and c.old not in present})
     report.signals = _declared(patch, version)
     strict = index.try_run("apply", "--cached", "--check", "--verbose", "-", input=diff)
-    if not report.missing and index.try_run("apply", "--cached", "--check", "--reverse", "-", input=diff).returncode == 0 and strict.returncode:
-        report.state = UPSTREAM
+    if strict.returncode and index.try_run("apply", "--cached", "--check", "--reverse", "-", input=diff).returncode == 0:
+        report.state, report.missing = UPSTREAM, []  # a file that the patch removes may be gone already
         report.signals.insert(0, "reverse: the change, taken back, applies to the new release")
         return report, tree
     if strict.returncode == 0:
-        report.offsets = re.findall(r"^Hunk #\d+ succeeded at .*$", strict.stderr.decode("utf-8", "replace"), re.MULTILINE)
+        report.offsets = _offsets(strict.stderr.decode("utf-8", "replace"))
         report.state = OFFSET if report.offsets else CLEAN
-        index.run("apply", "--cached", "-", input=diff)
-        return report, index.text("write-tree")
+        done = index.try_run("apply", "--cached", "-", input=diff)
+        if done.returncode == 0:
+            return report, index.text("write-tree")
+        return _cannot_try(index, tree, report, done.stderr)  # `--check` does not see a folder where a file goes
     if report.missing:
         report.state = MISSING
-        report.note = "; ".join(f"{path}: {_where_did_it_go(index, tree, path)}" for path in report.missing)
+        report.note = "; ".join(f"{path}: {_where_did_it_go(index, old_base, tree, path)}" for path in report.missing)
+        # The other files of the patch are tried too, so that their conflicts are known.
+        index.try_run("apply", "--cached", "--3way", *(f"--exclude={glob.escape(path)}" for path in report.missing), "-", input=diff)
+        report.regions = _regions(index, index.text("ls-files", "--unmerged", "-z"), history)
+        index.run("read-tree", tree)
         return report, tree
-    index.try_run("apply", "--cached", "--3way", "-", input=diff)
+    merge = index.try_run("apply", "--cached", "--3way", "-", input=diff)
     unmerged = index.text("ls-files", "--unmerged", "-z")
+    if merge.returncode and not unmerged:  # git could not even try: another kind of file stands there
+        return _cannot_try(index, tree, report, merge.stderr)
     if not unmerged:
         after = index.text("write-tree")
         if after == tree:
@@ -134,15 +145,44 @@ def _try(index: Git, tree: str, patch: PatchFile, version: str, history) -> tupl
     return report, tree
 
 
-def _where_did_it_go(index: Git, tree: str, path: str) -> str:
-    """A file that is gone may have become a package, or moved to a folder where its name still stands."""
-    name = path.rsplit("/", 1)[-1]
-    paths = index.text("ls-tree", "-r", "--name-only", "-z", tree).split("\0")
+def _cannot_try(index: Git, tree: str, report: PatchDrift, stderr: bytes) -> tuple[PatchDrift, str]:
+    report.state = CONFLICT
+    report.note = "git cannot carry it: " + "; ".join(re.findall(r"^error: (.*)$", stderr.decode("utf-8", "replace"), re.MULTILINE))
+    index.run("read-tree", tree)
+    return report, tree
+
+
+def _offsets(said: str) -> list[str]:
+    """`path: hunk N ...` for every hunk that moved, from what `git apply --verbose` said."""
+    found, path = [], ""
+    for line in said.splitlines():
+        if match := re.fullmatch(r"Checking patch (.+?)(?: => .+)?\.\.\.", line):
+            path = match[1]
+        elif match := re.fullmatch(r"Hunk #(\d+) succeeded at (.*?)\.?", line):
+            found.append(f"{path}: hunk {match[1]} is at line {match[2]}")
+    return found
+
+
+def _where_did_it_go(git: Git, old: str, new: str, path: str) -> str:
+    """What became of a file that is gone: a package, another name, or its functions in other files."""
     stem = path.removesuffix(".py")
-    if f"{stem}/__init__.py" in paths:
-        return f"is a package now ({stem}/: {', '.join(p.rsplit('/', 1)[-1] for p in paths if p.startswith(stem + '/'))})"
-    same = [p for p in paths if p.rsplit("/", 1)[-1] == name and p.split("/")[0] == path.split("/")[0]]
-    return f"gone; the name stands at {', '.join(same[:3])}" if same and name != "__init__.py" else "gone"
+    became = "gone"
+    if git.blobs(new, [f"{stem}/__init__.py"]):
+        became = f"is a package now ({stem}/)"
+    else:
+        # Only what was added can be the new name; git compares contents.
+        renames = git.text("diff-tree", "-r", "-z", "--find-renames=40%", "--diff-filter=R", "-l0", "--name-status", old, new).split("\0")
+        found = {was: (kind, now) for kind, was, now in zip(renames[::3], renames[1::3], renames[2::3], strict=False)}
+        if path in found:
+            return f"renamed to {found[path][1]} ({int(found[path][0][1:])}% alike)"
+    source = git.try_run("cat-file", "blob", f"{old}:{path}").stdout.decode("utf-8", "replace")
+    names = re.findall(r"^(?:async def|def|class) (\w+)", source, re.MULTILINE)
+    if not names:
+        return became
+    out = git.try_run("grep", "-c", "-E", rf"^(async def|def|class) ({'|'.join(names)})\b", new, "--", "vllm/*.py").stdout.decode("utf-8", "surrogateescape")
+    counts = sorted(((int(n), p) for p, n in (line.split(":", 1)[1].rsplit(":", 1) for line in out.splitlines())), reverse=True)
+    homes = ", ".join(f"{p} ({n})" for n, p in counts[:4])
+    return f"{became}; of its {len(names)} functions and classes, the new release has some in {homes}" if homes else became
 
 
 def _regions(index: Git, unmerged: str, history) -> list[Region]:
@@ -162,7 +202,7 @@ def _regions(index: Git, unmerged: str, history) -> list[Region]:
                 file = pathlib.Path(folder, label)
                 file.write_bytes(index.run("cat-file", "blob", blobs[stage]) if stage in blobs else b"")
                 names.append(str(file))
-            merged = index.try_run("merge-file", "-p", "--diff3", "-L", "ours", "-L", "base", "-L", "theirs", *names).stdout.decode("utf-8", "replace").splitlines()
+            merged = index.try_run("merge-file", "-p", "--diff3", f"--marker-size={_MARKER}", "-L", "ours", "-L", "base", "-L", "theirs", *names).stdout.decode("utf-8", "replace").splitlines()
             theirs = pathlib.Path(names[2]).read_text(encoding="utf-8", errors="replace").splitlines()
         for region in _parse_conflicts(path, merged, theirs):
             regions.append(region if history is None else Region(**{**asdict(region), "moved_by": history(region)}))
@@ -170,29 +210,29 @@ def _regions(index: Git, unmerged: str, history) -> list[Region]:
 
 
 def _parse_conflicts(path: str, merged: list[str], theirs: list[str]) -> list[Region]:
-    regions, section, parts = [], None, {}
-    at = 0  # line of the new release that the merge has reached
+    found: list[tuple[int, dict[str, list[str]]]] = []
+    section, parts, taken = None, {}, []  # `taken`: the merge with every conflict decided for the new release
     for line in merged:
-        if line == "<<<<<<< ours":
+        if line == "<" * _MARKER + " ours":
             section, parts = "ours", {"ours": [], "base": [], "theirs": []}
-        elif section == "ours" and line == "||||||| base":
+        elif section == "ours" and line == "|" * _MARKER + " base":
             section = "base"
-        elif section == "base" and line == "=======":
+        elif section == "base" and line == "=" * _MARKER:
             section = "theirs"
-        elif section == "theirs" and line == ">>>>>>> theirs":
-            found = _find(theirs, parts["theirs"], at)
-            regions.append(Region(path, found + 1, **parts))
-            at, section = found + len(parts["theirs"]), None
+        elif section == "theirs" and line == ">" * _MARKER + " theirs":
+            found.append((len(taken), parts))
+            taken += parts["theirs"]
+            section = None
         elif section:
             parts[section].append(line)
-        elif line in theirs[at : at + 200]:
-            at = theirs.index(line, at) + 1
-    return regions
+        else:
+            taken.append(line)
+    blocks = difflib.SequenceMatcher(None, taken, theirs, autojunk=False).get_opcodes() if found else []
 
+    def line_of(at: int) -> int:
+        return next((j1 + (at - i1 if kind == "equal" else 0) for kind, i1, i2, j1, _ in blocks if i1 <= at < i2), len(theirs)) + 1
 
-def _find(lines: list[str], wanted: list[str], start: int) -> int:
-    """Where `wanted` stands in `lines`, at or after `start`; `start` if nowhere."""
-    return next((i for i in range(start, len(lines) - len(wanted) + 1) if lines[i : i + len(wanted)] == wanted), start)
+    return [Region(path, line_of(at), **parts) for at, parts in found]
 
 
 def pull_requests(patch: PatchFile) -> list[str]:
