@@ -4,6 +4,7 @@
 Each patch is tried on the new tree: strictly, then by 3-way merge. The next patch goes on top of what could be carried, so
 one conflict does not hide the rest. What could be carried is then checked against the new tree by `semantic`.
 """
+import ast
 import difflib
 import glob
 import pathlib
@@ -19,7 +20,7 @@ from .patchfile import PatchFile
 from .pins import Base
 from .report import Ui
 from .semantic import Finding
-from .symbols import Symbols
+from .symbols import Definition, Symbols
 from .trees import GitTree
 from .upstream import Upstream
 
@@ -274,15 +275,46 @@ def _findings(git: Git, old_tree: GitTree, built: stack.Built, new_base: str, ne
     old = Symbols(old_tree)
     out = []
     for f in findings:
-        named = re.search(r"imports (\w+) from|no name '(\w+)'|reads (VLLM_\w+)", f.why)
-        if (f.path, f.why) in was or (named and re.search(rf"\b{next(filter(None, named.groups()))}\b", ours)):
-            continue
-        match = re.search(r"imports (\w+) from ([\w.]+)", f.why)
-        place = old.lookup(match[2], match[1], type_only=True) if match else None
-        before = f"; it was in {old.path_of(place[0])}:{getattr(place[1].node, 'lineno', 1)}" if place else ""
-        moved = _defined_in(git, new_tree, match[1]) if match else ""
-        out.append(Finding(f.path, f.line, f.why + before + moved))
+        if (f.path, f.why) not in was and not _brings(ours, f.why):
+            out.append(Finding(f.path, f.line, f.why + _was_and_is(git, old, built.tree, new_tree, f.why)))
     return out
+
+
+def _brings(added: str, why: str) -> bool:
+    """Whether added lines bind the name or parameter that a finding misses."""
+    match = re.search(r"imports (\w+) from|no name '(\w+)'|reads (VLLM_\w+)|the name '(\w+)'|no parameter '(\w+)'", why)
+    if not match:
+        return False
+    name = match[match.lastindex]
+    return re.search(rf"\b(import|as|def|class) (.*\b)?{name}\b|\b{name}(: [^=]+)? ?=(?!=)|\"{name}\" ?:|^ *{name}(: .+)?,$|\(.*\b{name}: ", added, re.MULTILINE) is not None
+
+
+def _was_and_is(git: Git, old: Symbols, old_tree: str, new_tree: str, why: str) -> str:
+    """Where the old release had what a finding is about, with its signature, and where the new one has it."""
+    if match := re.search(r"imports (?P<name>\w+) from (?P<module>[\w.]+)|(?P<outer>[\w.]+) has no name '(?P<member>\w+)'", why):
+        name = match["name"] or match["member"]
+        place = old.lookup(match["module"] or match["outer"], name, type_only=True)
+        return (f"; it was in {_place(old, place)}" if place else "") + _defined_in(git, new_tree, name)
+    if match := re.search(r"the call of (?:[\w.]*\.)?(\w+) does not bind", why):
+        return _signature(git, old_tree, match[1])
+    return ""
+
+
+def _signature(git: Git, tree: str, name: str) -> str:
+    """The parameters that a function or class had, if just one has that name."""
+    out = git.try_run("grep", "-n", "-E", rf"^ *(async )?def {name}\(|^class {name}\b", tree, "--", "vllm/*.py").stdout.decode("utf-8", "replace").splitlines()
+    if len(out) != 1:
+        return ""
+    _, path, line, _ = out[0].split(":", 3)
+    module = ast.parse(git.run("cat-file", "blob", f"{tree}:{path}"))
+    node = next((n for n in ast.walk(module) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and n.name == name), None)
+    if isinstance(node, ast.ClassDef):
+        node = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    return f"; was ({path}:{line}) {name}({ast.unparse(node.args)})" if node else ""
+
+
+def _place(symbols: Symbols, found: tuple[str, Definition]) -> str:
+    return f"{symbols.path_of(found[0])}:{getattr(found[1].node, 'lineno', 1)}"
 
 
 def _defined_in(git: Git, tree: str, name: str) -> str:
