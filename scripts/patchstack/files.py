@@ -42,8 +42,14 @@ def linked_tree(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def link_objects(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Give the repository `target` (a git directory) the objects of `source`, and its shallow boundary."""
-    shutil.copytree(source / "objects", target / "objects", copy_function=link_or_copy, dirs_exist_ok=True)
+    """Give the repository `target` (a git directory) the objects of `source`, and its shallow boundary. `target` may have others already."""
+
+    def link(src: str, dst: str) -> None:
+        if not os.path.exists(dst):  # a file of objects/ is named by what is in it
+            link_or_copy(src, dst)
+
+    info = str(source / "objects")  # objects/info describes one repository's packs, not those of two
+    shutil.copytree(source / "objects", target / "objects", copy_function=link, dirs_exist_ok=True, ignore=lambda folder, names: {"info"} if folder == info else set())
     if (source / "shallow").exists():
         shutil.copy2(source / "shallow", target / "shallow")
 
