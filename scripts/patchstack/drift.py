@@ -107,7 +107,7 @@ def _try(index: Git, old_base: str, tree: str, patch: PatchFile, version: str, h
     diff = patch.data[patch.data.index(b"diff --git ") :]
     present = index.blobs(tree, patch.paths)
     report.missing = sorted({c.old for c in patch.changes if c.old and c.old not in present})
-    report.signals = _declared(patch, version)
+    report.signals = declared(patch, version)
     strict = index.try_run("apply", "--cached", "--check", "--verbose", "-", input=diff)
     if strict.returncode and index.try_run("apply", "--cached", "--check", "--reverse", "-", input=diff).returncode == 0:
         report.state, report.missing = UPSTREAM, []  # a file that the patch removes may be gone already
@@ -122,7 +122,7 @@ def _try(index: Git, old_base: str, tree: str, patch: PatchFile, version: str, h
         return _cannot_try(index, tree, report, done.stderr)  # `--check` does not see a folder where a file goes
     if report.missing:
         report.state = MISSING
-        report.note = "; ".join(f"{path}: {_where_did_it_go(index, old_base, tree, path)}" for path in report.missing)
+        report.note = "; ".join(f"{path}: {where_did_it_go(index, old_base, tree, path)}" for path in report.missing)
         # The other files of the patch are tried too, so that their conflicts are known.
         index.try_run("apply", "--cached", "--3way", *(f"--exclude={glob.escape(path)}" for path in report.missing), "-", input=diff)
         report.regions = _regions(index, index.text("ls-files", "--unmerged", "-z"), history)
@@ -164,7 +164,7 @@ def _offsets(said: str) -> list[str]:
     return found
 
 
-def _where_did_it_go(git: Git, old: str, new: str, path: str) -> str:
+def where_did_it_go(git: Git, old: str, new: str, path: str) -> str:
     """What became of a file that is gone: a package, another name, or its functions in other files."""
     stem = path.removesuffix(".py")
     became = "gone"
@@ -241,15 +241,15 @@ def pull_requests(patch: PatchFile) -> list[str]:
     return re.findall(r"vllm-project/vllm#(\d+)", " ".join(patch.trailers.get("Upstream-Status", []) + patch.trailers.get("Retire-When", [])))
 
 
-def _declared(patch: PatchFile, version: str) -> list[str]:
+def declared(patch: PatchFile, version: str) -> list[str]:
     """`Retire-When: base >= vX` holds for the new release."""
     match = re.search(r"base >= v?([\d.]+)", " ".join(patch.trailers.get("Retire-When", [])))
-    if match and _numbers(version) >= _numbers(match[1]):
+    if match and numbers(version) >= numbers(match[1]):
         return [f"declared: Retire-When says base >= v{match[1]}"]
     return []
 
 
-def _numbers(version: str) -> list[int]:
+def numbers(version: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", version)]
 
 

@@ -7,9 +7,9 @@ has it. Then resolve and `--continue`, leave the topic out with `--skip` (a patc
 line of the series; nothing is dropped silently), or `--abort`. At the end the round trip is proven, patches/<release>/
 appears in one step, and the range-diff of the old and the new stack is shown.
 """
-from .. import rebase, verify
-from ..errors import FINDINGS, OK, Usage
-from ..pins import ROOT, find_base, load_bases
+from .. import files, rebase, stack, verify
+from ..errors import FINDINGS, OK, Refused, Usage
+from ..pins import ROOT, Base, find_base, load_bases
 from ..releases import find_release
 from ..upstream import fetch
 
@@ -34,29 +34,43 @@ def run(args, ui) -> int:
         return drift.run(args, ui)
     if args.to:
         base = find_base(args.base, load_bases())
+        if running := rebase.in_progress(ROOT, ui):
+            raise Refused(f"a rebase to {running[0].to.tag} is in progress at {running[0].tree}", "python apply.py rebase --continue, --skip or --abort")
         old = fetch(base, "auto", ui)
-        work = rebase.start(ROOT, base, find_release(args.to, base, ui), old, ui)
-    else:
-        work = rebase.find(ROOT, ui)
-        base = find_base(work.from_tag, load_bases())
-    if args.abort:
-        rebase.abort(work)
-        ui.result({"state": "aborted", "to": work.to.tag})
-        ui.say(f"the rebase to {work.to.tag} is forgotten; nothing was written under patches/")
-        return OK
+        rebase.start(ROOT, base, find_release(args.to, base, ui), old, ui)
+    elif args.base:
+        raise Usage("--base goes with --to")
+    work = rebase.find(ROOT, ui)
+    with files.locked(work.tree.parent, ui.note):
+        work = rebase.find(ROOT, ui)  # another run may have gone on while this one waited
+        if args.abort:
+            rebase.abort(work)
+            ui.result({"state": "aborted", "to": work.to.tag})
+            ui.say(f"the rebase to {work.to.tag} is forgotten; nothing was written under patches/")
+            return OK
+        return _go_on(args, work, find_base(work.from_tag, load_bases()), ui)
+
+
+def _go_on(args, work: rebase.Rebase, base: Base, ui) -> int:
     if args.skip:
-        topic = rebase.current_topic(work)
-        drifts = rebase.propose(work, base, fetch(base, "auto", ui), find_release(work.to.tag, base, ui).upstream, ui)
-        work, line = rebase.skip(work, base, drifts.get(topic), ui)
+        drift = None
+        if work.stop and work.stop[1] == "conflict":
+            drift = rebase.propose(work, base, fetch(base, "auto", ui), find_release(work.to.tag, base, ui).upstream, ui).get(work.stop[0])
+        topic = work.stop[0] if work.stop else None
+        work, line = rebase.skip(work, base, drift)
         ui.say(f"skipped {topic}; the series will say: {line}")
-        for signal in drifts[topic].signals if topic in drifts else []:
+        for signal in drift.signals if drift else []:
             ui.say(f"  {signal}")
-    rebase.advance(work, ROOT, ui)
+    work = rebase.advance(work, base, ROOT, ui)
     difference = rebase.finish(work, base, ROOT, ui)
     code, checked = _verify(work, ui)
-    ui.result({"state": "carried", "from": base.tag, "to": work.to.tag, "topics": rebase.topics_done(work), "skipped": work.skipped, "range_diff": difference, "verify": checked})
+    topics = [t for t in rebase.topics_done(work) if t != stack.OVERLAY_TOPIC]
+    signs = {t: s for t, s in rebase.retirements(work, base).items() if t in topics}
+    ui.result({"state": "carried", "from": base.tag, "to": work.to.tag, "topics": topics, "skipped": work.skipped, "retire": signs, "range_diff": difference, "verify": checked})
     ui.say(difference)
-    ui.say(f"wrote {work.to.folder}\nnext: python apply.py apply --ref {work.to.tag} --verify, and the tests; the work tree stays at {work.tree} until you remove it")
+    for topic, lines in signs.items():
+        ui.say(f"\n{topic} was carried, but it may be time to retire it: {'; '.join(lines)}")
+    ui.say(f"\nwrote {work.to.folder}\nnext: python apply.py apply --ref {work.to.tag} --verify, and the tests; the work tree stays at {work.tree} until you remove it")
     rebase.done(work)
     return code
 
