@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Callable
 
-from .drift import UPSTREAM, Drift, Region, pull_requests
+from .drift import CLEAN, OFFSET, UPSTREAM, Drift, Region, pull_requests
 from .errors import Refused, Usage
 from .git import Git
 from .pins import Base
@@ -63,8 +63,12 @@ class History:
         subjects = dict(line.split("\t", 1) for line in self.git.text("log", "--format=%H%x09%s", between).splitlines())
         for patch, report in zip(files.patches, drift.patches, strict=True):
             if commit := ids.get(patch_id(self.git, patch)):
-                report.signals.insert(0, f"patch-id: the same change is upstream's {self._name(commit, subjects[commit])}")
-                report.state = UPSTREAM
+                signal = f"patch-id: the same change is upstream's {self._name(commit, subjects[commit])}"
+                if report.state in (CLEAN, OFFSET):
+                    signal += "; but it still applies here: was it reverted?"
+                else:
+                    report.state, report.regions = UPSTREAM, []
+                report.signals.insert(0, signal)
             for number in pull_requests(patch):
                 if found := next((c for c, s in subjects.items() if s.endswith(f"(#{number})")), None):
                     report.signals.append(f"declared: pull request {number} was merged as {self._name(found, subjects[found])}")
