@@ -32,15 +32,18 @@ def run(args, ui) -> int:
     files = stack.read_stack(base)
     old = fetch(base, "auto", ui)
     history = History(args.history, ui) if args.history else None
-    drifts = []
+    drifts, seen = [], []
     for ref in args.ref:
         release = find_release(ref, base, ui)
+        if any(d.ref == release.name and u == release.upstream for d, u in zip(drifts, seen, strict=True)):
+            continue  # `latest` may be one that was named too
+        seen.append(release.upstream)
         found = analyse(files, old, release.upstream, release.name, release.version, history.mover(base, release) if history else None, ui)
         if history:
             history.add_signals(found, files, base, release)
         drifts.append(found)
     if args.html:
-        write_atomic(args.html.expanduser().absolute(), page(drifts).encode("utf-8"))
+        write_atomic(args.html.expanduser().absolute(), page(drifts).encode("utf-8", "replace"))
     ui.result({"base": base.tag, "drifts": [d.payload() for d in drifts]})
     ui.say(table([[p.topic, *(d.patches[i].state for d in drifts)] for i, p in enumerate(drifts[0].patches)], [f"on {base.tag}", *(d.ref for d in drifts)]) if drifts[0].patches else f"{base.tag} has no patch")
     for drift in drifts:
