@@ -5,14 +5,19 @@
 # make wheel [PLATFORM=aarch64]               the official wheel with the patched Python files laid in, into dist/
 # make bundle [KIND=engine]                   parts and a script for a GPU host without network, into dist/bundle-KIND
 # make bench                                  the benchmarks that this machine can run
+# make drift NEW=v0.32.0 [HTML=page.html]     how far the stack is from that release; changes nothing
+# make rebase NEW=v0.32.0                     carry the stack to it; see docs/rebase.md
 PYTHON ?= python3
 VLLM_REF ?=
 DEST ?=
+NEW ?=
+HTML ?=
 
 ref = $(if $(VLLM_REF),--ref '$(VLLM_REF)')
+new = $(if $(NEW),'$(NEW)',$(error give NEW=the release, for example: make $@ NEW=v0.32.0))
 dest = $(if $(DEST),'$(DEST)',$(error give DEST=the tree))
 
-.PHONY: help apply verify status unapply lint bases test build wheel bundle bench
+.PHONY: help apply verify status unapply lint bases drift rebase test build wheel bundle bench
 help:
 	@sed -n 's/^# //p' Makefile
 
@@ -24,6 +29,12 @@ verify status unapply:
 
 lint bases:
 	$(PYTHON) apply.py $@
+
+drift:
+	$(PYTHON) apply.py drift --ref $(new) $(if $(HTML),--html '$(HTML)')
+
+rebase:
+	$(PYTHON) apply.py rebase --to $(new)
 
 test:
 	$(PYTHON) tests/run.py
