@@ -122,7 +122,7 @@ def killer(project: Project, which: str, *, count: int = 1, when: str = "before"
     real = shutil.which("git")
     (folder / "git").write_text(f"""#!/bin/sh
 case " $* " in
-*{which}*)
+*"{which}"*)
     n=$(cat {folder}/n 2>/dev/null || echo 0); n=$((n + 1)); echo $n > {folder}/n
     if [ $n -eq {count} ]; then
         case {when} in
