@@ -85,14 +85,13 @@ def test_upstream_turns_a_file_into_a_symlink(project):
     release(project)
     up = project.upstream
     git(up, "tag", "-d", NEW)
-    (up / OLD_PY).rename(up / "vllm/older.py")
     (up / "docs/a file.md").unlink()
     (up / "docs/a file.md").symlink_to("../README.md")
     git(up, "add", "-A")
     git(up, "commit", "-qm", "links")
     git(up, "tag", NEW)
     told = drift(project, NEW, env={"VLLM_REPO": str(up)})
-    assert told["gamma"]["state"] in ("conflict", "missing file") and told["gamma"]["note"]
+    assert told["gamma"]["state"] == "conflict" and told["gamma"]["note"].startswith("git cannot carry it: docs/a file.md") and told["gamma"]["signals"] == []
     assert {k: told[k]["state"] for k in ("alpha", "beta")} == {"alpha": "clean", "beta": "clean"}
 
 
@@ -101,6 +100,8 @@ def test_a_change_that_git_cannot_try_is_a_conflict_never_upstream(project):
     folder = directory(project, {"vllm/gamma.py/inner.txt": b"a folder where a file of ours goes\n"})
     told = drift(project, folder)
     assert told["gamma"]["state"] == "conflict" and "vllm/gamma.py" in told["gamma"]["note"]
+    both = drift(project, directory(project, {"vllm/gamma.py/inner.txt": b"x\n", "docs/a file.md": b"other words\n"}, "both"))
+    assert both["gamma"]["state"] == "conflict" and both["gamma"]["note"] and both["beta"]["state"] == "clean"
 
 
 def test_both_added_the_same_file(project):

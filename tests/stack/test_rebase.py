@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from .project import EDITS, FILES, OVERLAY_PATH, TAG, TOPICS, Project, commit, copy_of, git, snapshot, upstream_files
+from .project import EDITS, FILES, OVERLAY_PATH, REPOSITORY, TAG, TOPICS, Project, commit, copy_of, git, snapshot, upstream_files
 from .releases import CLASH, MOVED, NEAR, NEW, NEWER, STATE, TAKEN, add_patch, digest, killer, make_default, merged, rebase, release, resolve, work_tree
 
 # What a human makes of CLASH: both functions.
@@ -438,3 +438,12 @@ def test_two_runs_at_once_wait_for_each_other(project):
     said = [r.communicate(timeout=120)[0].decode() for r in runs]
     assert sorted(r.returncode for r in runs) == [0, 2], said  # the second finds it done
     assert project.patches(NEW).keys() == project.patches().keys()
+
+
+@pytest.mark.parametrize(("target", "command"), [("drift", "apply.py drift --ref 'v0.32.0'"), ("rebase", "apply.py rebase --to 'v0.32.0'")])
+def test_make_targets_need_new(target, command):
+    env = {k: v for k, v in os.environ.items() if k not in ("NEW", "HTML", "MAKEFLAGS")}
+    done = subprocess.run(["make", "-n", target], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and f"give NEW=the release, for example: make {target} NEW=v0.32.0" in done.stderr
+    done = subprocess.run(["make", "-n", target, "NEW=v0.32.0"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and command in done.stdout
