@@ -286,7 +286,7 @@ def _brings(added: str, why: str) -> bool:
     if not match:
         return False
     name = match[match.lastindex]
-    return re.search(rf"\b(import|as|def|class) (.*\b)?{name}\b|\b{name}(: [^=]+)? ?=(?!=)|\"{name}\" ?:|^ *{name}(: .+)?,$|\(.*\b{name}: ", added, re.MULTILINE) is not None
+    return re.search(rf"\b(import|as|def|class) (.*\b)?{name}\b|\b{name}(: [^=]+)? ?=(?!=)|\"{name}\" ?:|^ *{name}(: [^#]+)?,? *(#.*)?$|\(.*\b{name}: ", added, re.MULTILINE) is not None
 
 
 def _was_and_is(git: Git, old: Symbols, old_tree: str, new_tree: str, why: str) -> str:

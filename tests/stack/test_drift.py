@@ -237,6 +237,14 @@ def test_what_comes_with_a_patch_that_was_not_carried_is_no_finding(project):
     assert told["alpha"]["state"] == "conflict" and findings(told) == []
 
 
+def test_a_re_export_of_a_patch_that_was_not_carried_is_no_finding(project):
+    path = "vllm/distributed/__init__.py"
+    add_patch(project, "delta", {path: b"from vllm.distributed.parallel_state import (\n    get_group,  # noqa: F401\n)\n"})
+    add_patch(project, "eta", {"vllm/eta.py": SPDX.encode() + b"from vllm.distributed import get_group\n\nGROUP = get_group()\n"})
+    told = drift(project, directory(project, {path: b"# theirs\n"}))
+    assert told["delta"]["state"] == "conflict" and told["eta"]["state"] == "clean" and findings(told) == []
+
+
 def test_a_trouble_that_the_own_base_has_too_is_no_finding(project):
     add_patch(project, "delta", {"vllm/delta.py": SPDX.encode() + b"from vllm.envs import NOT_THERE\n"})
     assert findings(drift(project, directory(project, MOVED))) == []

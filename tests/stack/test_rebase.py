@@ -73,11 +73,11 @@ def test_a_patch_that_makes_the_same_commit_keeps_its_bytes(project):
 
 def test_the_comments_of_the_series_follow_and_the_other_states_stay(project):
     series = project.folder() / "series"
-    series.write_text(f"# vLLM {TAG}, the default base. Order matters.\nupstream zeta v1.2.0 vllm-project/vllm#5\n" + series.read_text() + "part eta beta\nn/a theta no such thing\n")
+    series.write_text(f"# vLLM {TAG}, the default base. Order matters.\nupstream zeta v1.2.0 vllm-project/vllm#5\n" + series.read_text().replace("beta.patch\n", "beta.patch\npart eta beta\n") + "n/a theta no such thing\n")
     release(project, MOVED)
     rebase(project, "--to", NEW)
     assert project.patches(NEW)["series"].decode().splitlines() == [
-        f"# vLLM {NEW}. Order matters.", "upstream zeta v1.2.0 vllm-project/vllm#5", "alpha.patch", "beta.patch", "gamma.patch", "part eta beta", "n/a theta no such thing"]  # fmt: skip
+        f"# vLLM {NEW}. Order matters.", "upstream zeta v1.2.0 vllm-project/vllm#5", "alpha.patch", "beta.patch", "part eta beta", "gamma.patch", "n/a theta no such thing"]  # fmt: skip
 
 
 # ---- stops
