@@ -1,0 +1,682 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state machine of the CKV prefetch, model checked: every order in which the streams can run is tried.
+
+`Device` stands in for the GPU: streams are queues of operations, an operation has a beginning and an end, and between them
+the queues advance in any order that the recorded events allow. Memory cells hold what was last written, and TORN while a
+write runs. A read that sees anything but what it must see, at its beginning or at its end, is a failure of the machine.
+
+The module under test is loaded by its file: nothing but the standard library may be needed.
+"""
+import importlib.util
+import itertools
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.base("v0.33.0")]
+
+SOURCE = pathlib.Path(__file__).parents[3] / "vllm_overlay" / "vllm" / "v1" / "attention" / "ops" / "ckv_prefetch.py"
+spec = importlib.util.spec_from_file_location("ckv_prefetch_under_test", SOURCE)
+ckv_prefetch = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = ckv_prefetch
+spec.loader.exec_module(ckv_prefetch)
+BufferState, CKVPrefetchState, LayerKey, layer_key = (
+    ckv_prefetch.BufferState, ckv_prefetch.CKVPrefetchState, ckv_prefetch.LayerKey, ckv_prefetch.layer_key
+)  # fmt: skip
+
+TORN, FREED = "TORN", "FREED"
+
+
+# ------------------------------------------------------------------------------------------------ the device
+
+
+class Device:
+    """Queues of ("wait", event), ("record",) and ("work", reads, writes); an event is (queue, index of its record)."""
+
+    def __init__(self):
+        self.queues = {}
+        self.waits = 0
+
+    def queue(self, name):
+        return self.queues.setdefault(name, [])
+
+    def work(self, name, reads=(), writes=()):
+        """reads: {cell: expected}, writes: {cell: value}."""
+        self.queue(name).append(("work", tuple(dict(reads).items()), tuple(dict(writes).items())))
+
+    def record(self, name):
+        self.queue(name).append(("record",))
+        return name, len(self.queue(name)) - 1
+
+    def wait(self, name, event):
+        self.waits += 1
+        self.queue(name).append(("wait", event))
+
+    def host_wait(self, event):
+        """Whatever the host enqueues from now on starts after `event`."""
+        for name in {*self.queues, "host"}:
+            self.queue(name).append(("wait", event))
+
+    def explore(self):
+        """Run every interleaving. Returns (a description of the first wrong read or None, states visited)."""
+        names = sorted(self.queues)
+        index = {name: i for i, name in enumerate(names)}
+        queues = [self.queues[name] for name in names]
+        cells = {c: i for i, c in enumerate(sorted({c for q in queues for op in q if op[0] == "work" for part in op[1:] for c, _ in part}))}
+        # Position 2 i + 1 of a queue: operation i has begun and not ended.
+        start = (0,) * len(names), (None,) * len(cells)
+        seen, stack = {start}, [start]
+        while stack:
+            places, memory = stack.pop()
+            # Waits and records touch no memory: taking them at once loses no order of reads and writes.
+            places = list(places)
+            moved = True
+            while moved:
+                moved = False
+                for q, ops in enumerate(queues):
+                    while places[q] < 2 * len(ops) and (op := ops[places[q] // 2])[0] != "work":
+                        if op[0] == "wait" and places[index[op[1][0]]] < 2 * (op[1][1] + 1):
+                            break
+                        places[q] += 2
+                        moved = True
+            if all(place == 2 * len(ops) for place, ops in zip(places, queues)):
+                continue
+            stuck = True
+            for q, ops in enumerate(queues):
+                place = places[q]
+                if place == 2 * len(ops) or ops[place // 2][0] != "work":
+                    continue
+                stuck = False
+                _, reads, writes = ops[place // 2]
+                for cell, expected in reads:
+                    own = place % 2 == 1 and memory[cells[cell]] == (TORN, names[q])  # read, then written in place
+                    if memory[cells[cell]] != expected and not own:
+                        return f"{names[q]} reads {memory[cells[cell]]} in {cell} for {expected}", len(seen)
+                after = list(memory)
+                for cell, value in writes:
+                    if place % 2 == 1 and memory[cells[cell]] != (TORN, names[q]):
+                        return f"{names[q]} writes {value} to {cell} together with {memory[cells[cell]]}", len(seen)
+                    after[cells[cell]] = (TORN, names[q]) if place % 2 == 0 else value
+                state = tuple(place + 1 if i == q else other for i, other in enumerate(places)), tuple(after)
+                if state not in seen:
+                    seen.add(state)
+                    stack.append(state)
+            if stuck:
+                return f"deadlock at {dict(zip(names, places))}", len(seen)
+        return None, len(seen)
+
+    def races(self):
+        """The same question through vector clocks, which costs one pass: a pair of accesses that no event orders, or None.
+
+        Reads are not compared with what they expect; with all conflicting accesses ordered, one interleaving answers that.
+        """
+        names = sorted(self.queues)
+        index = {name: i for i, name in enumerate(names)}
+        clocks = {name: [0] * len(names) for name in names}
+        at, recorded, accesses = dict.fromkeys(names, 0), {}, {}
+        memory = {}
+        while any(at[name] < len(self.queues[name]) for name in names):
+            progress = False
+            for name in names:
+                while at[name] < len(self.queues[name]):
+                    op = self.queues[name][at[name]]
+                    clock = clocks[name]
+                    if op[0] == "wait":
+                        if op[1] not in recorded:
+                            break
+                        clocks[name] = clock = [max(a, b) for a, b in zip(clock, recorded[op[1]])]
+                    elif op[0] == "record":
+                        recorded[name, at[name]] = list(clock)
+                    else:
+                        clock[index[name]] += 1
+                        for write, part in ((False, op[1]), (True, op[2])):
+                            for cell, value in part:
+                                for other, stamp, other_write in accesses.get(cell, ()):
+                                    if (write or other_write) and stamp > clock[index[other]]:
+                                        return f"{name} and {other} use {cell} at once"
+                                if not write and memory.get(cell) != value:
+                                    return f"{name} reads {memory.get(cell)} in {cell} for {value}"
+                                if write:
+                                    memory[cell] = value
+                                accesses.setdefault(cell, []).append((name, clock[index[name]], write))
+                    at[name] += 1
+                    progress = True
+            if not progress:
+                return f"deadlock at {at}"
+        return None
+
+
+class FakeStreams:
+    """`Streams` of one lane on a shared device; the main stream's name can change."""
+
+    def __init__(self, device, lane, main="main"):
+        self.device, self.lane, self.main_name = device, lane, main
+        self.waits = []
+        self.synchronized = 0
+
+    def main(self):
+        return self.main_name
+
+    def side(self):
+        return f"side-{self.lane}"
+
+    def record(self, stream):
+        return self.device.record(stream)
+
+    def wait(self, stream, event):
+        self.waits.append((stream, event))
+        self.device.wait(stream, event)
+
+    def synchronize(self, event):
+        self.synchronized += 1
+        self.device.host_wait(event)
+
+
+# ------------------------------------------------------------------------------------------------ one lane
+
+
+class Lane:
+    """Does with the machine what the torch binding does, on model memory.
+
+    Cells: two buffers and a staging area, and for each layer the cache rows that each step writes.
+    """
+
+    def __init__(self, device, lane="a", machine=CKVPrefetchState):
+        self.device, self.lane = device, lane
+        self.streams = FakeStreams(device, lane)
+        self.machine = machine(self.streams)
+        self.written = {}
+        self.generation = 0
+        self.prefetched = []
+
+    def cell(self, *name):
+        return (self.lane, *name)
+
+    def rows(self, layer, step):
+        return self.cell("rows", self.generation, layer, step)
+
+    def history(self, layer, step):
+        """The rows that steps before `step` wrote."""
+        return {self.rows(layer, s): "written" for s in self.written.get(layer, []) if s < step}
+
+    def begin(self, step):
+        self.machine.begin_step(step)
+
+    def layer(self, layer, step, lookahead=True, key=None):
+        key = key or LayerKey("layers.*", layer)
+        device, main, side = self.device, self.streams.main(), self.streams.side()
+        content, staging = ("ckv", layer, step), self.cell("staging")
+        # The layer writes its chunk to the cache first.
+        device.work(main, writes={self.rows(layer, step): "written"})
+        self.written.setdefault(layer, []).append(step)
+        chunk = {self.rows(layer, step): "written"}
+
+        self.begin(step)
+        lease = self.machine.consume(key)
+        buffer, scratch = self.cell("buffer", lease.buffer), self.cell("buffer", lease.scratch)
+        self.prefetched.append(lease.prefetched)
+        if lease.prefetched:
+            device.work(side, chunk, {staging: ("chunk", *content)})
+            device.work(side, {staging: ("chunk", *content)}, {scratch: ("chunk", *content)})
+            device.work(side, {scratch: ("chunk", *content), buffer: ("history", *content)}, {buffer: content})
+            self.machine.appended(lease)
+        else:
+            device.work(main, self.history(layer, step) | chunk, {staging: content})
+            device.work(main, {staging: content}, {buffer: content})
+        following = self.machine.next_layer()
+        if lookahead and following is not None:
+            ticket = self.machine.prepare(following)
+            ahead = ("history", "ckv", following.index, step)
+            device.work(side, self.history(following.index, step), {staging: ahead})
+            device.work(side, {staging: ahead}, {self.cell("buffer", ticket.buffer): ahead})
+            self.machine.finish(ticket)
+        self.machine.complete(lease)
+        device.work(main, {buffer: content})
+        self.machine.release(lease)
+
+    def rebind(self):
+        """The old caches are freed by the host and new ones bound, as after profiling."""
+        self.machine.reset()
+        for layer, steps in self.written.items():
+            for step in steps:
+                self.device.work("host", writes={self.rows(layer, step): FREED})
+        self.generation += 1
+        self.written = {}
+
+
+def subsets(layers):
+    return [s for n in range(1, len(layers) + 1) for s in itertools.combinations(layers, n)]
+
+
+def run(steps, machine=CKVPrefetchState, **kwargs):
+    """One lane; `steps`: for each step (layers, lookahead), or "rebind"."""
+    device = Device()
+    lane = Lane(device, machine=machine)
+    for step, what in enumerate(steps):
+        if what == "rebind":
+            lane.rebind()
+            continue
+        layers, lookahead = what
+        for layer in layers:
+            lane.layer(layer, step, lookahead)
+    return device, lane
+
+
+ALL = (0, 1, 2)
+WARM = (ALL, True)
+
+
+# ------------------------------------------------------------------------------------------------ model checks
+
+
+@pytest.mark.parametrize("first", subsets(ALL), ids=str)
+def test_every_interleaving_of_two_steps_and_three_layers(first):
+    """After a step that discovers all layers: two steps of any of the three layers, each with and without history."""
+    states = 0
+    for second in subsets(ALL):
+        for lookahead in itertools.product((True, False), repeat=2):
+            device, _ = run([WARM, (first, lookahead[0]), (second, lookahead[1])])
+            wrong, seen = device.explore()
+            assert wrong is None
+            assert device.races() is None
+            states += seen
+    assert states > 1000
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5])
+def test_every_layer_but_the_first_is_prefetched(layers):
+    """Odd or even, the last layer of a step leaves nothing behind for the next."""
+    device, lane = run([(range(layers), True)] * 3)
+    assert lane.prefetched == [False] * layers + 2 * ([False] + [True] * (layers - 1))
+    assert device.explore()[0] is None
+    assert [lane.machine.state_of(b) for b in (0, 1)] == [BufferState.FREE] * 2
+
+
+def merges(a, b):
+    """All ways to do the items of `a` and `b`, each in its order."""
+    for places in itertools.combinations(range(len(a) + len(b)), len(a)):
+        rest_a, rest_b = iter(a), iter(b)
+        yield [next(rest_a) if i in places else next(rest_b) for i in range(len(a) + len(b))]
+
+
+def two_lanes(merged_steps, machine=CKVPrefetchState):
+    device = Device()
+    lanes = {name: Lane(device, name, machine) for name in "ab"}
+    for step, merged in enumerate(merged_steps):
+        for lane, layer in merged:
+            lanes[lane].layer(layer, step)
+    return device, lanes
+
+
+def test_two_lanes_in_every_host_order():
+    """Two steps of three layers in two lanes that share the main stream; the lanes' layers interleaved in all ways."""
+    a, b = [("a", layer) for layer in ALL], [("b", layer) for layer in ALL]
+    orders = list(merges(a, b))
+    assert len(orders) == 20
+    for first, second in itertools.product(orders, repeat=2):
+        device, lanes = two_lanes([a + b, first, second])
+        assert device.races() is None
+        assert all(lane.prefetched[3:] == [False, True, True] * 2 for lane in lanes.values())
+
+
+@pytest.mark.parametrize("order", list(merges("aaa", "bbb")), ids="".join)
+def test_two_lanes_every_interleaving(order):
+    """The same, every order of the three streams. Bound: both steps have the same host order."""
+    layers = {"a": itertools.cycle(ALL), "b": itertools.cycle(ALL)}
+    merged = [(lane, next(layers[lane])) for lane in order]
+    device, _ = two_lanes([[(lane, layer) for lane in "ab" for layer in ALL], merged, merged])
+    assert device.explore()[0] is None
+
+
+@pytest.mark.parametrize("before", [((0,), True), ((0, 1), True), WARM], ids=str)
+def test_rebind_drains(before):
+    """A gather in flight, of a layer that never ran, ends before the host frees what it reads."""
+    device, lane = run([WARM, before, "rebind", WARM, WARM])
+    assert device.explore()[0] is None
+    assert lane.prefetched[-6:] == [False] * 4 + [True] * 2
+
+
+def moved(machine=CKVPrefetchState):
+    """The model moves to another stream that waited for the cache writes, but not for the last attention."""
+    device = Device()
+    lane = Lane(device, machine=machine)
+    for layer in ALL:
+        lane.layer(layer, 0)
+    event = device.record("main")
+    # The last attention of "main" is still to run: move it behind the event.
+    queue = device.queues["main"]
+    attention = max(i for i, op in enumerate(queue) if op[0] == "work")
+    queue[attention], queue[-1] = queue[-1], queue[attention]
+    release = max(i for i, op in enumerate(queue) if op[0] == "record" and i not in (attention, event[1]))
+    assert release > attention
+    queue[-1], queue[release] = queue[release], queue[-1]
+    device.wait("other", ("main", attention))
+    lane.streams.main_name = "other"
+    for layer in ALL:
+        lane.layer(layer, 1)
+    return device
+
+
+def test_the_reader_of_another_stream_is_awaited():
+    assert moved().explore()[0] is None
+
+
+# ------------------------------------------------------------------------------------------------ broken machines are seen
+
+
+class NoMainWait(CKVPrefetchState):
+    """The side stream starts at once."""
+
+    def prepare(self, layer):
+        wait, self._streams.wait = self._streams.wait, lambda stream, event: None
+        try:
+            return super().prepare(layer)
+        finally:
+            self._streams.wait = wait
+
+
+class NoWrittenWait(CKVPrefetchState):
+    """A layer reads its buffer without waiting for the gather."""
+
+    def complete(self, lease):
+        self._buffers[lease.buffer].written = None
+
+
+class NoChunkWait(CKVPrefetchState):
+    """The chunk is packed without waiting for the layer that writes it."""
+
+    def consume(self, layer):
+        wait, self._streams.wait = self._streams.wait, lambda stream, event: stream == "main" and wait(stream, event)
+        try:
+            return super().consume(layer)
+        finally:
+            self._streams.wait = wait
+
+
+class NoAppended(CKVPrefetchState):
+    """A layer waits for its history, but not for its chunk."""
+
+    def appended(self, lease):
+        pass
+
+
+class NoDropWait(CKVPrefetchState):
+    """A gather in flight is forgotten: the synchronous fallback shares the staging area with it."""
+
+    def _drop(self):
+        index = self._find(BufferState.READY)
+        if index is not None:
+            self._buffers[index] = type(self._buffers[index])()
+
+
+class NoReaderWait(CKVPrefetchState):
+    def _await_reader(self, stream, buffer):
+        buffer.read = None
+
+
+class LeakingStep(CKVPrefetchState):
+    """What a step left in flight is consumed in the next."""
+
+    def begin_step(self, step):
+        if self._step is None:
+            super().begin_step(step)
+        elif step != self._step:
+            self._step, self._last = step, None
+
+
+class SameBuffer(CKVPrefetchState):
+    """Looks ahead into the buffer that is being read."""
+
+    def prepare(self, layer):
+        ticket = super().prepare(layer)
+        return type(ticket)(layer, 1 - ticket.buffer)
+
+    def finish(self, ticket, keep=None):
+        super().finish(type(ticket)(ticket.layer, 1 - ticket.buffer), keep)
+
+
+class NoDrain(CKVPrefetchState):
+    def reset(self):
+        synchronize, self._streams.synchronize = self._streams.synchronize, lambda event: None
+        super().reset()
+        self._streams.synchronize = synchronize
+
+
+SCENES = {
+    "steps": lambda machine: [run([WARM, (first, True), (second, True)], machine)[0] for first in subsets(ALL) for second in subsets(ALL)],
+    "rebind": lambda machine: [run([WARM, ((0, 1), True), "rebind", WARM], machine)[0]],
+    "moved": lambda machine: [moved(machine)],
+}
+
+
+@pytest.mark.parametrize(
+    "machine, scene",
+    [(NoMainWait, "steps"), (NoWrittenWait, "steps"), (NoChunkWait, "steps"), (NoAppended, "steps"), (NoDropWait, "steps"), (LeakingStep, "steps"), (SameBuffer, "steps"), (NoReaderWait, "moved"), (NoDrain, "rebind")],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_broken_machine_is_seen(machine, scene):
+    assert any(device.explore()[0] for device in SCENES[scene](machine))
+    assert any(device.races() for device in SCENES[scene](machine))
+
+
+# ------------------------------------------------------------------------------------------------ waits, counted
+
+
+def test_waits_of_a_step():
+    """No wait that is not needed: two of the side for main per prefetched layer (history, chunk) and one of main for it."""
+    device, lane = run([WARM])
+    assert [stream for stream, _ in lane.streams.waits] == ["main"] * 2  # readers of the one buffer in use
+    del lane.streams.waits[:]
+    for layer in ALL:
+        lane.layer(layer, 1)
+    streams = [stream for stream, _ in lane.streams.waits]
+    assert streams.count("side-a") == 2 * 2 + 2  # and the readers of the buffer to fill
+    assert streams.count("main") == 2 + 1  # and the reader of the step before
+    assert lane.streams.synchronized == 0
+
+
+def test_without_lookahead_the_side_stream_is_untouched():
+    device, lane = run([(ALL, False)] * 2)
+    assert "side-a" not in device.queues
+    assert all(stream == "main" for stream, _ in lane.streams.waits)
+
+
+def test_only_reset_blocks_the_host():
+    device, lane = run([WARM, ((0,), True)])
+    assert lane.streams.synchronized == 0
+    lane.machine.reset()
+    assert lane.streams.synchronized == 2  # the gather in flight, and the last reader
+    lane.machine.reset()
+    assert lane.streams.synchronized == 2
+
+
+# ------------------------------------------------------------------------------------------------ which layer is next
+
+
+def step(lane, number, names):
+    for i, name in enumerate(names):
+        lane.layer(i, number, key=layer_key(name))
+        yield lane.prefetched[-1]
+
+
+TARGET = [f"model.layers.{i}.self_attn.attn" for i in range(3)]
+
+
+def test_layers_are_registered_on_first_sight():
+    """A layer that joins later is looked ahead at from the step after."""
+    lane = Lane(Device())
+    assert list(step(lane, 0, TARGET[:2])) == [False, False]
+    assert list(step(lane, 1, TARGET)) == [False, True, False]
+    assert list(step(lane, 2, TARGET)) == [False, True, True]
+
+
+@pytest.mark.parametrize("draft", ["model.layers.3.self_attn.attn", "draft_model.layers.0.self_attn.attn"])
+def test_the_draft_follows_no_target_layer(draft):
+    """In one lane, as with a model runner that has no lane for the draft: the draft runs with steps of its own."""
+    lane = Lane(Device())
+    numbers = itertools.count()
+    for _ in range(3):
+        list(step(lane, next(numbers), TARGET))
+        for _ in range(2):
+            lane.layer(3, next(numbers), key=layer_key(draft))
+            assert lane.machine.next_layer() is None
+        assert lane.machine.state_of(0) is lane.machine.state_of(1) is BufferState.FREE
+    assert lane.device.races() is None
+
+
+def test_interleaved_groups_do_not_look_ahead():
+    """Neighbours that never share a step, as layers of two KV cache groups, whose block tables differ."""
+    lane = Lane(Device())
+    for number in range(0, 12, 4):
+        for layer in range(4):
+            lane.layer(layer, number + layer % 2)
+    assert not any(lane.prefetched)
+    assert lane.device.races() is None
+
+
+def test_a_skipped_layer():
+    """The layer looked ahead at does not run: its gather is dropped, and the next one is synchronous and right."""
+    device, lane = run([WARM, ((0, 2), True)])
+    assert lane.prefetched[3:] == [False, False]
+    assert device.explore()[0] is None
+
+
+def test_a_layer_that_runs_twice_in_a_step():
+    device, lane = run([WARM, ((0, 0, 1, 1), True)])
+    assert lane.prefetched[3:] == [False, False, True, False]
+    assert device.explore()[0] is None
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        ("model.layers.7.self_attn.attn", ("model.layers.*.self_attn.attn", 7)),
+        ("model.layers.0.self_attn.mla_attn", ("model.layers.*.self_attn.mla_attn", 0)),
+        ("2.self_attn", ("*.self_attn", 2)),
+        ("encoder.layers.61", ("encoder.layers.*", 61)),
+        ("attn", None),
+        ("", None),
+        ("model.layers.3.attn.1", None),
+        ("model.layers7.attn", None),
+    ],
+)
+def test_layer_key(name, key):
+    assert layer_key(name) == (key and LayerKey(*key))
+
+
+# ------------------------------------------------------------------------------------------------ misuse
+
+
+def machine():
+    return CKVPrefetchState(FakeStreams(Device(), "a"))
+
+
+A, B = LayerKey("layers.*", 0), LayerKey("layers.*", 1)
+
+
+def test_no_layer_before_a_step():
+    with pytest.raises(RuntimeError, match="before any step"):
+        machine().consume(A)
+    with pytest.raises(RuntimeError, match="before any step"):
+        machine().prepare(A)
+
+
+def test_one_layer_at_a_time():
+    m = machine()
+    m.begin_step(1)
+    lease = m.consume(A)
+    with pytest.raises(RuntimeError, match="before release of the last"):
+        m.consume(B)
+    with pytest.raises(RuntimeError, match="step begins inside a layer"):
+        m.begin_step(2)
+    m.begin_step(1)
+    with pytest.raises(RuntimeError, match="without history"):
+        m.appended(lease)
+    m.release(lease)
+    for call in (m.release, m.complete, m.appended):
+        with pytest.raises(RuntimeError, match="not held"):
+            call(lease)
+
+
+def test_release_completes():
+    """A layer that fails before it reads: its buffer is free only behind the gather."""
+    m = machine()
+    m.begin_step(1)
+    m.finish(m.prepare(A))
+    m.release(m.consume(A))
+    assert [stream for stream, _ in m._streams.waits].count("main") == 1
+
+
+def test_one_gather_at_a_time():
+    m = machine()
+    m.begin_step(1)
+    ticket = m.prepare(A)
+    for call in (lambda: m.prepare(B), lambda: m.consume(A), lambda: m.begin_step(2)):
+        with pytest.raises(RuntimeError, match="two gathers at once|before finish"):
+            call()
+    m.finish(ticket)
+    with pytest.raises(RuntimeError, match="not held"):
+        m.complete(ckv_prefetch.Lease(0, 1, True))
+    with pytest.raises(RuntimeError, match="overwrite an unread one"):
+        m.prepare(B)
+    with pytest.raises(RuntimeError, match="is not prepared"):
+        m.finish(ticket)
+    assert m.consume(A).prefetched
+
+
+def test_what_the_gather_reads_is_kept_until_it_was_awaited():
+    import weakref
+
+    class Plan:
+        pass
+
+    for end in ("consume", "another layer", "step", "reset"):
+        m = machine()
+        m.begin_step(1)
+        plan = Plan()
+        alive = weakref.ref(plan)
+        m.finish(m.prepare(A), keep=plan)
+        del plan
+        assert alive() is not None
+        if end == "consume":
+            lease = m.consume(A)
+            assert alive() is not None
+            m.complete(lease)
+        elif end == "another layer":
+            m.consume(B)
+        elif end == "step":
+            m.begin_step(2)
+        else:
+            m.reset()
+        assert alive() is None, end
+
+
+def test_reset_in_the_middle_then_as_new():
+    """After an error in a layer or a gather, reset drains whatever was under way."""
+    for until in ("hold", "fill"):
+        m = machine()
+        m.begin_step(1)
+        m.consume(A) if until == "hold" else m.prepare(A)
+        m.reset()
+        assert m._streams.synchronized == 1
+        m.begin_step(1)
+        assert not m.consume(A).prefetched
+
+
+def test_close_drains_and_refuses():
+    m = machine()
+    m.begin_step(1)
+    m.finish(m.prepare(A))
+    m.close()
+    m.close()
+    assert m._streams.synchronized == 1
+    for call in (lambda: m.begin_step(2), lambda: m.consume(A), lambda: m.prepare(A), lambda: m.finish(None), lambda: m.release(None)):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_needs_no_torch():
+    code = f"import runpy, sys; runpy.run_path({str(SOURCE)!r}); assert not {{'torch', 'vllm'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
