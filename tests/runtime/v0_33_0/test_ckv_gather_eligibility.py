@@ -131,6 +131,7 @@ def test_off(monkeypatch, dcp, flag):
 @pytest.mark.parametrize("cache_dtype, record", [("fp8_ds_mla", 656), ("nvfp4_ds_mla", 352)])
 def test_configuration(monkeypatch, dcp_rank, cache_dtype, record):
     monkeypatch.setenv("VLLM_DCP_CKV_GATHER", "1")
+    monkeypatch.setenv("VLLM_DCP_CKV_PREFETCH", "0")
     config = CKVGatherConfig.from_vllm_config(make_config(4, interleave=16, max_model_len=1 << 20), cache_dtype)
     assert config == CKVGatherConfig(4, 1, 16, 16, 524288, 8, 512, record, 1, False, 61)
 

@@ -20,7 +20,7 @@ read the result, so they cannot disagree and no rank can skip a collective alone
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,19 @@ import torch.distributed as dist
 
 import vllm.envs as envs
 from vllm import _custom_ops as ops
-from vllm.distributed.parallel_state import get_dcp_group
+from vllm.distributed.parallel_state import get_ckv_prefetch_group, get_dcp_group
 from vllm.logger import init_logger
 from vllm.triton_utils import tl, triton
 from vllm.utils.math_utils import cdiv, round_up
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import max_decode_query_len
+from vllm.v1.attention.ops.ckv_prefetch import NUM_BUFFERS
+from vllm.v1.attention.ops.ckv_prefetch_torch import (
+    CKVPrefetcher,
+    CKVPrefetchPlan,
+    ckv_prefetch_enabled,
+    plan_ckv_prefetch,
+)
 from vllm.v1.worker.workspace import current_workspace_manager
 
 if TYPE_CHECKING:
@@ -106,6 +113,7 @@ class CKVGatherConfig:
     """Longest query that speculative decoding verifies, 1 without it."""
     dbo: bool = False
     num_layers: int = 1
+    prefetch: bool = False
 
     @classmethod
     def from_vllm_config(
@@ -132,7 +140,9 @@ class CKVGatherConfig:
         flags = ckv_gather_flags(b12x)
         parallel_config = vllm_config.parallel_config
         world_size = parallel_config.decode_context_parallel_size
-        if not flags.enabled or world_size == 1:
+        gather = flags.enabled and world_size > 1
+        prefetch = ckv_prefetch_enabled(vllm_config, gather)
+        if not gather:
             return None
         if cache_dtype not in CKV_RECORD_BYTES:
             raise NotImplementedError(
@@ -163,6 +173,7 @@ class CKVGatherConfig:
             decode_query_len=max_decode_query_len(vllm_config),
             dbo=parallel_config.use_ubatching,
             num_layers=model_config.get_num_layers(parallel_config),
+            prefetch=prefetch,
         )
 
     @property
@@ -179,9 +190,14 @@ class CKVGatherConfig:
         return self.dcp_world_size * self.rows_per_rank
 
     @property
+    def num_buffers(self) -> int:
+        return NUM_BUFFERS if self.prefetch else 1
+
+    @property
     def workspace_bytes(self) -> int:
-        """Staging of one rank plus the gathered buffer."""
-        return (1 + self.dcp_world_size) * self.rows_per_rank * self.record_bytes
+        """Staging of one rank plus the gathered buffers."""
+        rows = self.rows_per_rank + self.num_buffers * self.gathered_rows
+        return rows * self.record_bytes
 
 
 # --------------------------------------------------------------------------- layout
@@ -303,6 +319,7 @@ class CKVGatherPlan:
     page_table: int32 [1, gathered pages], the gathered buffer as one request's
         pages; page_starts: int32 [1], zero.
     kernel_metadata: what the backend adds for its kernel.
+    prefetch: the step's prefetch, where the gather prefetches.
     """
 
     rows: slice
@@ -320,6 +337,7 @@ class CKVGatherPlan:
     page_table: torch.Tensor
     page_starts: torch.Tensor
     kernel_metadata: Any = None
+    prefetch: CKVPrefetchPlan | None = None
 
     @property
     def gathered_rows(self) -> int:
@@ -439,6 +457,31 @@ class CKVGatherPlanner:
             page_table=self.page_table,
             page_starts=zero,
             kernel_metadata=make_kernel_metadata(),
+            prefetch=self._plan_prefetch(
+                layout,
+                seq_lens - query_lens,
+                # Only requests that verify drafts have inexact host lengths.
+                exact=config.decode_query_len == 1
+                or prefilling is not None
+                and bool((prefilling[first:last].numpy() | (query_lens == 0)).all()),
+            ),
+        )
+
+    def _plan_prefetch(
+        self, layout: CKVLayout, history: np.ndarray, exact: bool
+    ) -> CKVPrefetchPlan | None:
+        """history: integers [R], context of each request before this step."""
+        config = self.config
+        if not config.prefetch:
+            return None
+        shares = ckv_layout(history, config.dcp_world_size, config.interleave)
+        return plan_ckv_prefetch(
+            layout,
+            shares.rank_req_lens,
+            history_tokens=int(history.sum(dtype=np.int64)),
+            exact=exact,
+            dcp_rank=config.dcp_rank,
+            device=self.device,
         )
 
 
@@ -635,10 +678,12 @@ def map_global_topk_to_gathered_ckv(
 @dataclass
 class CKVGatherWorkspace:
     """staging: uint8 [rows_per_rank, record]. gathered: uint8 [W * rows_per_rank,
-    record], always seen by kernels in this full size."""
+    record], always seen by kernels in this full size. With `prefetch`, `gathered` is
+    the buffer of the layer that runs."""
 
     staging: torch.Tensor
     gathered: torch.Tensor
+    prefetch: CKVPrefetcher | None = None
 
     def pages(self) -> torch.Tensor:
         """The gathered buffer as a paged cache: uint8 [pages, 64, record]."""
@@ -670,24 +715,32 @@ def reserve_ckv_gather_workspace(
             // (config.record_bytes * max(config.num_layers, 1))
         )
         logger.info(
-            "DCP CKV gather: %d bytes (%.0f MiB) of workspace and up to %d bytes of "
-            "scratch, at the cost of about %d tokens of KV cache, for up to %d tokens "
-            "of context; larger batches and those of at most %d prefill tokens keep "
-            "the exchange path.",
+            "DCP CKV gather: %d bytes (%.0f MiB) of workspace, %d buffer(s), and up to "
+            "%d bytes of scratch, at the cost of about %d tokens of KV cache, for up "
+            "to %d tokens of context; larger batches and those of at most %d prefill "
+            "tokens keep the exchange path.",
             total,
             total / 2**20,
+            config.num_buffers,
             scratch_bytes,
             tokens,
             config.max_tokens,
             config.min_tokens,
         )
         memory = torch.empty(
-            (config.rows_per_rank + config.gathered_rows, config.record_bytes),
+            (total // config.record_bytes, config.record_bytes),
             dtype=torch.uint8,
             device=manager._device,
         )
-        staging, gathered = memory.split([config.rows_per_rank, config.gathered_rows])
-        return CKVGatherWorkspace(staging, gathered)
+        staging, *buffers = memory.split(
+            [config.rows_per_rank] + [config.gathered_rows] * config.num_buffers
+        )
+        workspace = CKVGatherWorkspace(staging, buffers[0])
+        if config.prefetch:
+            workspace.prefetch = CKVPrefetcher(
+                staging, buffers, CKV_PAGE_ROWS, get_ckv_prefetch_group()
+            )
+        return workspace
 
     manager = current_workspace_manager()
     key = ("ckv_gather", config.rows_per_rank, config.gathered_rows)
@@ -715,6 +768,7 @@ def gather_ckv(
     plan: CKVGatherPlan,
     workspace: CKVGatherWorkspace,
     group: "GroupCoordinator",
+    wait: bool = True,
 ) -> torch.Tensor:
     """Gather the batch's raw records of all ranks. Collective over `group`.
 
@@ -723,6 +777,7 @@ def gather_ckv(
         plan: the step's.
         workspace: written; the gathered rows stay until the next gather.
         group: the DCP group, or one with its ranks.
+        wait: False for a caller that calls `await_ckv` before it reads the result.
 
     Returns:
         uint8 [plan.gathered_rows, record], a view of the workspace. Rows of a share
@@ -738,6 +793,29 @@ def gather_ckv(
             f"The KV cache has records of {cache.shape[-1]} bytes, the CKV gather "
             f"workspace of {workspace.staging.shape[-1]}."
         )
+    if workspace.prefetch is not None:
+        gathered = workspace.prefetch.gather(
+            cache, plan, workspace, group, _gather_ckv_now, all_gather_bytes
+        )
+        if wait:
+            await_ckv(workspace)
+        return gathered
+    return _gather_ckv_now(cache, plan, workspace, group)
+
+
+def await_ckv(workspace: CKVGatherWorkspace) -> None:
+    """What the current stream does next may read what `gather_ckv` returned."""
+    if workspace.prefetch is not None:
+        workspace.prefetch.complete()
+
+
+def _gather_ckv_now(
+    cache: torch.Tensor,
+    plan: CKVGatherPlan,
+    workspace: CKVGatherWorkspace,
+    group: "GroupCoordinator",
+) -> torch.Tensor:
+    """The synchronous gather, into `workspace.gathered`."""
     local = workspace.staging[: plan.padded_total]
     if plan.local_rows:
         ops.cp_gather_cache(
@@ -779,7 +857,11 @@ def ckv_gather_attend(
 
     """
     plan = attn_metadata.ckv_gather
-    attn_out = layer.impl.forward_ckv_gather((ql_nope, q_pe), kv_cache, attn_metadata)
+    prefetch = layer.impl.ckv_workspace.prefetch
+    with nullcontext() if prefetch is None else prefetch.attending(layer):
+        attn_out = layer.impl.forward_ckv_gather(
+            (ql_nope, q_pe), kv_cache, attn_metadata
+        )
     layer._v_up_proj(attn_out, out=output[plan.rows])
     return plan.num_decode_tokens
 

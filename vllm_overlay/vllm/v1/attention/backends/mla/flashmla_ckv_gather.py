@@ -10,6 +10,7 @@ from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.ops.ckv_gather import (
     CKVGatherConfig,
+    await_ckv,
     gather_ckv,
     map_global_topk_to_gathered_ckv,
     reserve_ckv_gather_workspace,
@@ -107,7 +108,9 @@ class FlashMLACKVGatherMixin:
         """
         plan = attn_metadata.ckv_gather
         workspace = self.ckv_workspace
-        gathered = gather_ckv(kv_c_and_k_pe_cache, plan, workspace, get_dcp_group())
+        gathered = gather_ckv(
+            kv_c_and_k_pe_cache, plan, workspace, get_dcp_group(), wait=False
+        )
         _, bf16_rows, slots, counts, q_padded, padded_out, _ = (
             current_workspace_manager().get_simultaneous(*self.workspace_specs)
         )
@@ -134,6 +137,7 @@ class FlashMLACKVGatherMixin:
             q_padded[..., self.kv_lora_rank :].zero_()
         else:
             ops.concat_mla_q(ql_nope, q_pe, q_padded)
+        await_ckv(workspace)
 
         if use_fp8_kernel(q_padded.shape[1], num_rows, plan.gathered_rows):
             out, _ = self._fp8_flash_mla_kernel(

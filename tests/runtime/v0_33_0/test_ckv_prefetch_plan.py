@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the CKV prefetch copies where, when it looks ahead, when it is off, and what it reserves."""
+import ast
+import importlib.util
+import inspect
+import logging
+import pathlib
+from types import SimpleNamespace as NS
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vllm.envs as envs
+from tests.gpu._ckv_ranks import make_config
+from tests.oracle import deal
+from vllm import logger as vllm_logger
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.attention.ops import ckv_gather, ckv_prefetch_torch
+from vllm.v1.attention.ops.ckv_gather import CKVGatherConfig, CKVGatherPlanner, ckv_layout, reserve_ckv_gather_workspace
+from vllm.v1.attention.ops.ckv_prefetch_torch import (
+    CONNECTORS_NOT_LAYERWISE,
+    CKVSegments,
+    ckv_chunk_segments,
+    ckv_prefetch_enabled,
+    ckv_prefetch_refusal,
+    copy_ckv_segments,
+)
+from vllm.v1.worker import utils, workspace
+
+# Forked: threads that torch starts here must not be missing in tests that fork later.
+pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(120)]
+
+
+# ------------------------------------------------------------------------------------------------ segments
+
+
+def follow_segments(contexts, queries, world, interleave, align=4):
+    """Do on lists what the prefetch does on memory. A record is (request, position).
+
+    Returns the gathered buffer of rank 0 after history and chunk, the number of chunk records, and what it must be.
+    """
+    lens = [c + q for c, q in zip(contexts, queries)]
+    layout = ckv_layout(np.array(lens), world, interleave, align)
+    history = ckv_layout(np.array(contexts), world, interleave, align).rank_req_lens
+    caches = [[[(r, t) for t in deal(n, world, interleave)[rank]] for r, n in enumerate(lens)] for rank in range(world)]
+    padded = layout.padded_total
+    gathered = [None] * (world * padded)
+    packed = []
+    for rank in range(world):
+        (ahead, pack, scatter), rows = ckv_chunk_segments(layout.rank_req_lens, history, layout.rank_req_starts, padded, rank)
+        for table in (ahead, pack, scatter):
+            assert table.dtype == np.int32 and table.shape[1] == 4 and (table[:, 3] > 0).all()
+        for request, position, row, count in ahead:
+            for i in range(count):
+                record = caches[rank][request][position + i]
+                assert record[1] < contexts[request], "a row of this step is no history"
+                gathered[rank * padded + row + i] = record
+        mine = ["stale"] * rows
+        for request, position, row, count in pack:
+            for i in range(count):
+                assert mine[row + i] == "stale"
+                mine[row + i] = caches[rank][request][position + i]
+        packed += mine
+    scattered = []
+    for request, position, row, count in scatter:
+        assert request == 0
+        for i in range(count):
+            assert gathered[row + i] is None, "the chunk overwrites history"
+            gathered[row + i] = packed[position + i]
+            scattered.append(packed[position + i])
+    expected = []
+    for rank in range(world):
+        share = [record for request in caches[rank] for record in request]
+        expected += share + [None] * (padded - len(share))
+    return gathered, scattered, expected
+
+
+requests = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(requests, st.integers(1, 8), st.sampled_from([1, 2, 3, 16, 64]))
+def test_history_and_chunk_make_the_batch(requests, world, interleave):
+    contexts, queries = zip(*requests)
+    gathered, scattered, expected = follow_segments(contexts, queries, world, interleave)
+    assert gathered == expected
+    assert sorted(scattered) == [(r, c + i) for r, (c, q) in enumerate(requests) for i in range(q)]
+
+
+@pytest.mark.cases("chunk_positions")
+@pytest.mark.parametrize("world, interleave", [(1, 1), (2, 1), (2, 4), (4, 16)])
+def test_positions_of_case(case, world, interleave):
+    starts, lens = case["query_start_loc"], case["seq_lens"]
+    queries = [b - a for a, b in zip(starts, starts[1:])]
+    contexts = [n - q for n, q in zip(lens, queries)]
+    gathered, scattered, expected = follow_segments(contexts, queries, world, interleave)
+    assert gathered == expected
+    # The case lists positions in batch order: request by request.
+    assert [position for _, position in sorted(scattered)] == case["expected_positions"]
+
+
+def test_segments_refuse():
+    lens = np.array([[3, 2]])
+    with pytest.raises(ValueError, match="Shapes differ"):
+        ckv_chunk_segments(lens, lens[:, :1], lens, 64, 0)
+    with pytest.raises(ValueError, match="more history"):
+        ckv_chunk_segments(lens, lens + 1, lens, 64, 0)
+
+
+# ------------------------------------------------------------------------------------------------ copy
+
+
+@pytest.mark.parametrize("record, page", [(656, 64), (352, 64), (656, 16), (12, 4), (13, 4)])
+def test_copy(record, page):
+    """Records of 8-byte words, 4-byte words and single bytes; a cache whose blocks lie apart; offsets inside pages."""
+    rng = np.random.default_rng(record)
+    blocks = torch.from_numpy(rng.integers(0, 256, (9, 2 * page, record), dtype=np.uint8))[:, page:]
+    table = torch.from_numpy(rng.permutation(9)[:8].reshape(2, 4).astype(np.int32))
+    runs = [(0, 3, 5, 2 * page), (1, page - 1, 40 + 2 * page, 2), (1, 0, 0, 5), (0, 4 * page - 1, 5 + 2 * page, 1), (0, 0, 9, 0)]
+    out = torch.zeros((60 + 2 * page, record), dtype=torch.uint8)
+    copy_ckv_segments(blocks, table, CKVSegments(torch.tensor(runs, dtype=torch.int32), 2 * page), out)
+    expected = torch.zeros_like(out)
+    for request, position, row, count in runs:
+        for i in range(count):
+            at = position + i
+            expected[row + i] = blocks[table[request, at // page], at % page]
+    assert torch.equal(out, expected)
+
+
+def test_copy_of_nothing():
+    out = torch.full((4, 16), 7, dtype=torch.uint8)
+    cache, table = torch.zeros((1, 4, 16), dtype=torch.uint8), torch.zeros((1, 1), dtype=torch.int32)
+    for runs in (torch.zeros((0, 4), dtype=torch.int32), torch.zeros((1, 4), dtype=torch.int32)):
+        copy_ckv_segments(cache, table, CKVSegments(runs, 0), out)
+    assert (out == 7).all()
+
+
+def test_copy_refuses():
+    cache, table, out = torch.zeros((2, 4, 16), dtype=torch.uint8), torch.zeros((1, 2), dtype=torch.int32), torch.zeros((4, 16), dtype=torch.uint8)
+    segments = CKVSegments(torch.zeros((1, 4), dtype=torch.int32), 1)
+    with pytest.raises(TypeError, match="uint8"):
+        copy_ckv_segments(cache.float(), table, segments, out)
+    with pytest.raises(TypeError, match="int32"):
+        copy_ckv_segments(cache, table.long(), segments, out)
+    for bad in (out[:, :8], torch.zeros((4, 32), dtype=torch.uint8)[:, ::2]):
+        with pytest.raises(ValueError, match="contiguous rows of 16 bytes"):
+            copy_ckv_segments(cache, table, segments, bad)
+    with pytest.raises(ValueError, match="records of a block"):
+        copy_ckv_segments(torch.zeros((2, 8, 16), dtype=torch.uint8)[:, ::2], table, segments, out)
+
+
+# ------------------------------------------------------------------------------------------------ when it looks ahead
+
+
+def config(prefetch=True, **changes):
+    values = dict(dcp_world_size=2, dcp_rank=0, interleave=1, min_tokens=0, max_tokens=100_000, max_num_seqs=4, max_num_batched_tokens=8192,
+                  record_bytes=656, decode_query_len=1, prefetch=prefetch)  # fmt: skip
+    return CKVGatherConfig(**(values | changes))
+
+
+def plan(rows, prefilling=None, num_decodes=0, **changes):
+    """rows: (context, query) of each request."""
+    queries = torch.tensor([q for _, q in rows], dtype=torch.int32)
+    lens = torch.tensor([c + q for c, q in rows], dtype=torch.int32)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), queries.cumsum(0, dtype=torch.int32)])
+    common = NS(query_start_loc_cpu=starts, query_start_loc=starts, seq_lens_cpu_upper_bound=lens, seq_lens=lens, num_actual_tokens=int(starts[-1]),
+                is_prefilling=None if prefilling is None else torch.tensor(prefilling), block_table_tensor=torch.zeros((len(rows), 4), dtype=torch.int32))  # fmt: skip
+    metadata = NS(num_decodes=num_decodes, num_prefills=len(rows) - num_decodes, num_decode_tokens=int(starts[num_decodes]), prefill=None,
+                  req_id_per_token=torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), queries))  # fmt: skip
+    planned = CKVGatherPlanner(config(**changes), torch.device("cpu")).plan(common, metadata)
+    assert planned is not None
+    return planned.prefetch
+
+
+MANY = ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY
+
+
+@pytest.mark.parametrize(
+    "rows, kwargs, ahead",
+    [
+        ([(0, 8192)], {}, False),
+        ([(MANY - 1, 100)], {}, False),
+        ([(MANY, 100)], {}, True),
+        ([(MANY // 2, 100), (MANY // 2, 5)], {}, True),
+        ([(0, 100), (MANY, 5)], {}, True),
+        # The history of decodes, which keep the exchange path, does not count.
+        ([(MANY, 1), (0, 100)], dict(num_decodes=1), False),
+        # Drafts being verified make host lengths upper bounds: rows of this step could pass for history.
+        ([(MANY, 100)], dict(decode_query_len=4), False),
+        ([(MANY, 100)], dict(decode_query_len=4, prefilling=[True]), True),
+        ([(MANY, 100), (50, 4)], dict(decode_query_len=4, prefilling=[True, False]), False),
+        ([(MANY, 100), (0, 0)], dict(decode_query_len=4, prefilling=[True, False]), True),
+        ([(MANY, 100), (50, 4)], dict(decode_query_len=1, prefilling=[True, False]), True),
+    ],
+)
+def test_lookahead(rows, kwargs, ahead):
+    assert (plan(rows, **kwargs).tables is not None) == ahead
+
+
+def test_no_history_never_looks_ahead(monkeypatch):
+    monkeypatch.setattr(ckv_prefetch_torch, "CKV_PREFETCH_MIN_HISTORY", 0)
+    assert plan([(0, 100), (0, 5)]).tables is None
+    assert plan([(1, 100)]).tables is not None
+
+
+def test_off_plans_nothing():
+    assert plan([(MANY, 100)], prefetch=False) is None
+
+
+def test_steps_never_repeat():
+    assert len({plan([(c, 100)]).step for c in (0, 0, MANY, MANY)}) == 4
+
+
+# ------------------------------------------------------------------------------------------------ when it is off
+
+
+@pytest.fixture
+def on(monkeypatch):
+    monkeypatch.setenv("VLLM_DCP_CKV_GATHER", "1")
+    monkeypatch.delenv("VLLM_DCP_CKV_PREFETCH", raising=False)
+
+
+def transfer(name, **extra):
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", **extra)
+
+
+def multi(*names):
+    return transfer("MultiConnector", kv_connector_extra_config={"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in names]})
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, None),
+        (dict(parallel_config__prefill_context_parallel_size=2), "prefill context parallelism"),
+        (dict(parallel_config__use_ubatching=True), "dual batch overlap"),
+        (dict(model_config__get_num_layers=lambda parallel_config: 1), "single layer"),
+        (dict(kv_transfer_config=transfer("NixlConnector")), None),
+        (dict(kv_transfer_config=transfer("LMCacheConnectorV1")), "LMCacheConnectorV1 may load KV layer by layer"),
+        (dict(kv_transfer_config=transfer("SomebodysConnector")), "SomebodysConnector may load"),
+        (dict(kv_transfer_config=transfer("NixlConnector", kv_connector_module_path="somebodys.module")), "NixlConnector may load"),
+        (dict(kv_transfer_config=multi("NixlConnector", "OffloadingConnector")), None),
+        (dict(kv_transfer_config=multi("NixlConnector", "LMCacheConnectorV1")), "LMCacheConnectorV1 may load"),
+    ],
+)
+def test_refusals(on, changes, words):
+    refusal = ckv_prefetch_refusal(make_config(2, **changes))
+    assert refusal is None if words is None else words in refusal
+
+
+def test_flags(on, monkeypatch):
+    monkeypatch.setenv("VLLM_DCP_CKV_PREFETCH", "0")
+    assert ckv_prefetch_refusal(make_config(2)) == "VLLM_DCP_CKV_PREFETCH=0"
+    monkeypatch.setenv("VLLM_DCP_CKV_PREFETCH", "1")
+    assert ckv_prefetch_refusal(make_config(2)) is None
+    # The b12x backend's own flag makes no group.
+    monkeypatch.setenv("VLLM_DCP_CKV_GATHER", "0")
+    assert "process group" in ckv_prefetch_refusal(make_config(2))
+
+
+@pytest.mark.parametrize("value", ["2", "-1", "true", "", "yes"])
+def test_only_0_and_1(monkeypatch, value):
+    monkeypatch.setenv("VLLM_DCP_CKV_PREFETCH", value)
+    with pytest.raises(ValueError, match="VLLM_DCP_CKV_PREFETCH"):
+        _ = envs.VLLM_DCP_CKV_PREFETCH
+
+
+@pytest.mark.parametrize(
+    "environment, gather, changes, line",
+    [
+        ({}, True, {}, "DCP CKV prefetch is on."),
+        ({"VLLM_DCP_CKV_PREFETCH": "0"}, True, {}, "DCP CKV prefetch is off: VLLM_DCP_CKV_PREFETCH=0."),
+        ({}, True, dict(parallel_config__use_ubatching=True), "DCP CKV prefetch is off: dual batch overlap."),
+        ({"VLLM_DCP_CKV_PREFETCH": "1"}, False, {}, "has no effect"),
+        ({"VLLM_DCP_CKV_PREFETCH": "0"}, False, {}, None),
+        ({}, False, {}, None),
+    ],
+)
+def test_one_line_at_start(on, monkeypatch, caplog, environment, gather, changes, line):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    vllm_logger._print_info_once.cache_clear()
+    vllm_logger._print_warning_once.cache_clear()
+    logger = logging.getLogger(ckv_prefetch_torch.__name__)
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):  # builder and every layer ask
+            ckv_prefetch_enabled(make_config(2, **changes), gather)
+    lines = [record.getMessage() for record in caplog.records if "PREFETCH" in record.getMessage().upper()]
+    assert len(lines) == (line is not None)
+    assert line is None or line in lines[0]
+
+
+def methods(name):
+    """Every `wait_for_layer_load` in the file of a registered connector. Read, not imported: some need other libraries."""
+    place = inspect.getclosurevars(KVConnectorFactory._registry[name]).nonlocals
+    spec = importlib.util.find_spec(place["module_path"])
+    path = pathlib.Path(spec.origin)
+    if path.name == "__init__.py":
+        path = path.with_name("connector.py")
+    tree = ast.parse(path.read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "wait_for_layer_load"]
+
+
+def does_nothing(method):
+    return all(
+        isinstance(statement, ast.Pass)
+        or isinstance(statement, ast.Return) and statement.value is None
+        or isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        for statement in method.body
+    )
+
+
+@pytest.mark.parametrize("name", sorted(CONNECTORS_NOT_LAYERWISE))
+def test_listed_connectors_do_nothing_per_layer(name):
+    (method,) = methods(name)
+    assert does_nothing(method)
+
+
+def test_the_check_of_connectors_can_fail():
+    (method,) = methods("LMCacheConnectorV1")
+    assert not does_nothing(method)
+
+
+# ------------------------------------------------------------------------------------------------ memory and hooks
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    monkeypatch.setattr(ckv_gather, "get_ckv_prefetch_group", lambda: NS(world_size=2))
+    workspace.reset_workspace_manager()
+    workspace.init_workspace_manager(torch.device("cpu"), num_ubatches=2, num_lanes=2)
+    yield
+    workspace.reset_workspace_manager()
+
+
+def test_two_buffers_are_reserved_at_once(manager):
+    one, two = config(prefetch=False, max_tokens=1000), config(max_tokens=1000)
+    rows = one.rows_per_rank
+    assert (one.workspace_bytes, two.workspace_bytes) == ((1 + 2) * rows * 656, (1 + 2 * 2) * rows * 656)
+    reserved = reserve_ckv_gather_workspace(two)
+    assert reserved.gathered.untyped_storage().nbytes() == two.workspace_bytes
+    parts = [reserved.staging, *reserved.prefetch.buffers]
+    assert [len(part) for part in parts] == [rows, 2 * rows, 2 * rows]
+    offsets = [part.storage_offset() for part in parts]
+    assert offsets == [0, rows * 656, 3 * rows * 656]
+    assert reserve_ckv_gather_workspace(two) is reserved
+    workspace.lock_workspace()
+    assert reserve_ckv_gather_workspace(two) is reserved
+    # A draft of one layer in its target's lane shares the workspace, whatever it would want itself.
+    assert reserve_ckv_gather_workspace(one) is reserved
+
+
+def test_a_plan_without_prefetch_in_a_prefetching_lane(manager):
+    prefetch = reserve_ckv_gather_workspace(config(max_tokens=1000)).prefetch
+    layers = [NS(layer_name=f"model.layers.{i}.attn") for i in range(2)]
+    layers = [type("Layer", (), vars(layer))() for layer in layers]
+    calls = []
+    for _ in range(3):
+        step = NS(prefetch=None, gathered_rows=0)
+        for layer in layers:
+            with prefetch.attending(layer):
+                prefetch.gather(torch.zeros(0), step, NS(), None, lambda *args: calls.append("now"), None)
+                prefetch.complete()
+    assert calls == ["now"] * 6
+
+
+def test_lanes_share_nothing(manager):
+    target = reserve_ckv_gather_workspace(config(max_tokens=1000))
+    with workspace.use_workspace_lane(1):
+        draft = reserve_ckv_gather_workspace(config(max_tokens=1000))
+    assert draft.prefetch is not target.prefetch and draft.prefetch.state is not target.prefetch.state
+    assert {b.data_ptr() for b in draft.prefetch.buffers}.isdisjoint(b.data_ptr() for b in target.prefetch.buffers)
+
+
+def test_binding_and_freeing_caches_resets():
+    resets = []
+    layer = NS(impl=NS(ckv_workspace=NS(prefetch=NS(reset=lambda: resets.append(1)))), kv_cache=torch.zeros(1), bind_kv_cache=lambda cache: resets.append("bound"))
+    other = NS(impl=NS(), kv_cache=torch.zeros(1), bind_kv_cache=lambda cache: None)
+    off = NS(impl=NS(ckv_workspace=NS(prefetch=None)), kv_cache=torch.zeros(1), bind_kv_cache=lambda cache: None)
+    layers = {f"layers.{i}.attn": layer for i, layer in enumerate([layer, other, off])}
+    utils.bind_kv_cache_to_layers(dict.fromkeys(layers, torch.zeros(2)), layers)
+    assert resets == [1, "bound"]
+    utils.clear_layer_kv_caches(layers.values())
+    assert resets == [1, "bound", 1]
+
+
+def test_gather_belongs_to_a_layer(manager):
+    reserved = reserve_ckv_gather_workspace(config(max_tokens=1000))
+    with pytest.raises(RuntimeError, match="outside of any layer"):
+        ckv_gather.gather_ckv(torch.zeros((1, 64, 656), dtype=torch.uint8), None, reserved, None)
+    with pytest.raises(RuntimeError, match="without a gather"):
+        ckv_gather.await_ckv(reserved)
+
+
+def test_a_layer_is_not_kept_alive(manager):
+    import weakref
+
+    class Layer:
+        layer_name, kv_cache = "model.layers.0.attn", torch.zeros((1, 64, 656), dtype=torch.uint8)
+
+    prefetch = reserve_ckv_gather_workspace(config(max_tokens=1000)).prefetch
+    layer = Layer()
+    alive = weakref.ref(layer)
+    step = NS(prefetch=NS(step=0, tables=None), gathered_rows=0)
+    with prefetch.attending(layer):
+        prefetch.gather(layer.kv_cache, step, NS(), None, lambda *args: None, None)
+    del layer
+    assert alive() is None
+    prefetch.close()
