@@ -97,6 +97,7 @@ def make_config(dcp, *, tp=None, interleave=1, heads=16, topk=128, max_tokens=51
         compilation_config=NS(static_forward_context={}, max_cudagraph_capture_size=0),
         kernel_config=NS(enable_jit_warmup=False),
         speculative_config=None,
+        kv_transfer_config=None,
         num_speculative_tokens=0,
         use_v2_model_runner=True,
     )
@@ -124,6 +125,7 @@ def current_config(config):
 def flags(**values):
     """Environment flags for the time of the block, the others of the gather unset."""
     before = {name: os.environ.pop(name, None) for name in FLAGS}
+    values = {"CKV_PREFETCH": 0} | values  # where it is on, the world must have been made with its group
     os.environ.update({f"VLLM_DCP_{name}": str(value) for name, value in values.items()})
     try:
         yield

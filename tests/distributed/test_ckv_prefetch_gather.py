@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefetched CKV buffers on 2 to 8 gloo ranks on the CPU: byte for byte what lies in the paged caches, in every layer and step.
+
+Real: groups, collectives, planner, prefetch, Triton kernel. There are no streams on a CPU; the order of streams is the matter
+of tests/runtime/v0_33_0/test_ckv_prefetch_state.py and tests/gpu/test_ckv_prefetch_gpu.py.
+"""
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.ranks import run_ranks, vllm_world
+from tests.gpu._ckv_prefetch import ENV, SCENARIO, Model, Solo, compare, lookaheads
+from tests.gpu._ckv_ranks import Batch, Rank, use_torch_ops
+
+pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(400)]
+
+
+def _in_world(rank, world, fn, *args):
+    from vllm.distributed import parallel_state
+
+    torch.set_num_threads(1)
+    use_torch_ops()
+    with vllm_world(rank, world):
+        parallel_state.initialize_model_parallel(world, 1, 1, world)
+        return fn(rank, world, *args)
+
+
+def ranks(world, fn, *args):
+    return run_ranks(_in_world, world, fn, *args, env=ENV, timeout=350)
+
+
+def _compare(rank, world, interleaves, layers):
+    return compare(rank, world, "cpu", interleaves, layers)
+
+
+@pytest.mark.parametrize("world, interleaves, layers", [(2, (1, 64), 5), (4, (16,), 3), (8, (1,), 2), (2, (16,), 1)])
+def test_gathered_bytes_are_the_caches_bytes(world, interleaves, layers):
+    """3 and more steps, odd and even layer counts, chunks of several requests. The gathers on each communicator are counted:
+    a prefetch that never starts would pass the comparison."""
+    for wrong, gathers in ranks(world, _compare, interleaves, layers):
+        for interleave in interleaves:
+            assert wrong[interleave, False] == wrong[interleave, True] == []
+            assert gathers[interleave, False] == [len(SCENARIO) * layers, 0]
+            # One gather on the main communicator in any case: of everything, or of the chunk.
+            assert gathers[interleave, True] == [len(SCENARIO) * layers, lookaheads(SCENARIO, layers)]
+
+
+def _odd_paths(rank, world):
+    """Layers skipped, run twice, joining late; caches bound anew in the middle."""
+    model = Model(rank, world, "cpu", interleave=16, layers=3, prefetch=True)
+    bad = []
+    for number, (batch, only) in enumerate(
+        [([(0, 70), (1, 40)], [0, 1]), ([(0, 40)], None), ([(0, 40)], [0, 2]), ([(0, 40)], [0]), ([(1, 40)], None), ([(0, 9)], [1, 1, 2, 2]), ([(1, 30), (0, 5)], None)]
+    ):
+        step = model.start(number, batch)
+        if only is not None:
+            # The other layers' caches must hold the chunk too, for later steps.
+            for layer in model.layers:
+                if layer.index not in only:
+                    slots, data = step.writes[layer.index]
+                    layer.kv_cache.view(-1, data.shape[1])[slots] = data
+        bad += [(number, layer) for layer in model.wrong_layers(step, model.run(step, only))]
+    model.bind()
+    for number, batch in enumerate([[(0, 70)], [(0, 30), (1, 40)], [(0, 30), (1, 40)]], start=10):
+        step = model.start(number, batch)
+        bad += [(number, layer) for layer in model.wrong_layers(step, model.run(step))]
+    model.workspace.prefetch.close()
+    return bad
+
+
+def test_layers_that_skip_repeat_and_join():
+    assert ranks(2, _odd_paths) == [[], []]
+
+
+def _solo(rank, world):
+    """The one-process model of tests/gpu/test_ckv_prefetch_gpu.py, so that it is tried without a GPU too."""
+    bad = []
+    for prefetch in (False, True):
+        model = Solo(4, "cpu", interleave=16, layers=3, prefetch=prefetch)
+        for number, (batch, decodes) in enumerate(SCENARIO):
+            step = model.start(number, batch, decodes)
+            bad += [(number, layer) for layer in model.wrong_layers(step, model.run(step))]
+    return bad
+
+
+def test_one_process_model():
+    assert ranks(1, _solo) == [[]]
+
+
+def _mutant(rank, world, how):
+    """Wrong ways: "no-append", "first-history" (every chunk behind as many rows as the first request's history: positions that
+    do not start anew with each request), "stale" (all rows prefetched, before the layer wrote its chunk), "shared-buffer"."""
+    from vllm.v1.attention.ops import ckv_prefetch_torch as binding
+
+    segments = binding.ckv_chunk_segments
+    if how == "no-append":
+        binding.CKVPrefetcher._append_chunk = lambda self, *args: None
+    elif how == "first-history":
+
+        def first_history(lens, history, starts, padded, me):
+            parts, chunk_rows = segments(lens, history, starts, padded, me)
+            targets = np.arange(len(lens))[:, None] * padded + starts + history[:, :1]
+            parts[2][:, 2] = targets[lens > history]
+            return parts, chunk_rows
+
+        binding.ckv_chunk_segments = first_history
+    elif how == "stale":
+
+        def all_history(lens, history, starts, padded, me):
+            parts, chunk_rows = segments(lens, history, starts, padded, me)
+            parts[0] = segments(lens, lens, starts, padded, me)[0][0]
+            parts[2] = parts[2][:0]
+            return parts, chunk_rows
+
+        binding.ckv_chunk_segments = all_history
+    elif how == "shared-buffer":
+        init = binding.CKVPrefetcher.__init__
+
+        def same(self, staging, buffers, *args):
+            init(self, staging, [buffers[0]] * 2, *args)
+
+        binding.CKVPrefetcher.__init__ = same
+    wrong, _ = compare(rank, world, "cpu", (1,), 3)
+    return wrong[1, True]
+
+
+@pytest.mark.parametrize("how", ["no-append", "first-history", "stale", "shared-buffer"])
+def test_broken_on_purpose_is_seen(how):
+    assert all(ranks(2, _mutant, how))
+
+
+def _attention(rank, world, layer_kind):
+    """Three layers, three steps, outputs with prefetch on and off; how many gathers were prefetched."""
+    from tests.gpu._ckv_prefetch import attention_outputs
+
+    outputs = {prefetch: attention_outputs(Rank, Batch, rank, world, "cpu", prefetch, layer_kind) for prefetch in (0, 1)}
+    same = [torch.equal(a, b) for a, b in zip(outputs[0][0], outputs[1][0], strict=True)]
+    return same, outputs[0][1], outputs[1][1], max(outputs[1][2])
+
+
+@pytest.mark.parametrize("layer_kind", ["generic", "fused"])
+def test_attention_is_bit_identical(layer_kind):
+    for same, without, prefetched, worst in ranks(2, _attention, layer_kind):
+        assert same == [True] * 9
+        assert (without, prefetched) == (0, 4)
+        assert worst < 1e-2

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of a few layers on one rank whose caches hold known bytes, for comparing gathered buffers byte for byte.
+
+Serves the CPU (gloo ranks, everything inline) and the GPU (real streams, random sleeps on both). Real: planner, workspace,
+gather, prefetch, process groups. Not real: attention, which copies the gathered buffer instead.
+"""
+import contextlib
+import os
+import random
+from types import SimpleNamespace as NS
+
+import numpy as np
+import torch
+
+from tests.oracle import deal
+
+PAGE = 64
+RECORD = 656
+ENV = {"VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "1"}
+
+
+def records(layer, request, positions, steps):
+    """uint8 [n, 656]: the record of each position of a request, as written in the given step."""
+    seed = np.uint64(layer * 1_000_003 + request * 10_007 + 1) + np.asarray(positions, np.uint64) * np.uint64(104_729) + np.asarray(steps, np.uint64) * np.uint64(7_919)
+    with np.errstate(over="ignore"):
+        mixed = (seed[:, None] + np.arange(RECORD, dtype=np.uint64) * np.uint64(31)) * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed >> np.uint64(56)).astype(np.uint8)
+
+
+class Layer:
+    def __init__(self, index, cache):
+        self.layer_name = f"model.layers.{index}.self_attn.attn"
+        self.index, self.kv_cache = index, cache
+
+
+class Model:
+    """`layers` layers of one lane; requests by number; `steps` of [(request, query tokens)].
+
+    A request's pages are random, other pages hold 255. `delays`: sleep on a GPU's streams at random.
+    """
+
+    def __init__(self, rank, world, device, *, interleave, layers, prefetch, requests=8, max_len=2048, max_tokens=512, delays=False, min_history=1):
+        from vllm.v1.attention.ops import ckv_gather, ckv_prefetch_torch
+        from vllm.v1.worker import workspace
+
+        ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY = min_history
+        self.rank, self.world, self.device, self.interleave = rank, world, torch.device(device), interleave
+        self.random = random.Random(rank) if delays else None
+        self.config = ckv_gather.CKVGatherConfig(
+            dcp_world_size=world, dcp_rank=rank, interleave=interleave, min_tokens=0, max_tokens=requests * max_len, max_num_seqs=requests,
+            max_num_batched_tokens=max_tokens, record_bytes=RECORD, decode_query_len=1, prefetch=prefetch,
+        )  # fmt: skip
+        workspace.reset_workspace_manager()
+        workspace.init_workspace_manager(self.device)
+        self.workspace = ckv_gather.reserve_ckv_gather_workspace(self.config)
+        self.workspace.staging.fill_(255)
+        for buffer in self.workspace.prefetch.buffers if prefetch else [self.workspace.gathered]:
+            buffer.fill_(255)
+        workspace.lock_workspace()
+        self.planner = ckv_gather.CKVGatherPlanner(self.config, self.device)
+        self.pages_each = max_len // world // PAGE + 2
+        table = np.random.default_rng(rank).permutation(requests * self.pages_each).reshape(requests, self.pages_each)
+        self.block_table = table.astype(np.int32)
+        self.layers = [Layer(i, None) for i in range(layers)]
+        self.bind()
+
+    def bind(self):
+        """New caches and no tokens in them."""
+        from vllm.v1.attention.ops.ckv_prefetch import reset_ckv_prefetch
+
+        for layer in self.layers:
+            reset_ckv_prefetch(NS(impl=NS(ckv_workspace=self.workspace)))
+            layer.kv_cache = torch.full((self.block_table.size, PAGE, RECORD), 255, dtype=torch.uint8, device=self.device)
+        self.lengths = {}
+        self.step_of = {}
+
+    def group(self):
+        from vllm.distributed.parallel_state import get_dcp_group
+
+        return get_dcp_group()
+
+    def sleep(self):
+        if self.random is not None and self.device.type == "cuda" and self.random.random() < 0.5:
+            torch.cuda._sleep(self.random.randrange(10_000, 3_000_000))
+
+    def shard(self, request, rank):
+        return deal(self.lengths[request], self.world, self.interleave)[rank]
+
+    def start(self, step, batch, decodes=()):
+        """Schedule [(request, query tokens)] behind one-token decodes: the plan, lengths advanced."""
+        rows = [(request, 1) for request in decodes] + list(batch)
+        for request, query in rows:
+            done = self.lengths.get(request, 0)
+            self.lengths[request] = done + query
+            self.step_of.setdefault(request, []).extend([step] * query)
+        queries = torch.tensor([query for _, query in rows], dtype=torch.int32)
+        lens = torch.tensor([self.lengths[request] for request, _ in rows], dtype=torch.int32)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), queries.cumsum(0, dtype=torch.int32)])
+        common = NS(
+            query_start_loc_cpu=starts,
+            query_start_loc=starts.to(self.device),
+            seq_lens_cpu_upper_bound=lens,
+            seq_lens=lens.to(self.device),
+            is_prefilling=torch.tensor([request not in decodes for request, _ in rows]),
+            num_actual_tokens=int(starts[-1]),
+            block_table_tensor=torch.tensor(self.block_table[[request for request, _ in rows]], device=self.device),
+        )
+        metadata = NS(
+            num_decodes=len(decodes),
+            num_prefills=len(batch),
+            num_decode_tokens=len(decodes),
+            prefill=None,
+            req_id_per_token=torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), queries).to(self.device),
+        )
+        plan = self.planner.plan(common, metadata)
+        assert plan is not None
+        # What each layer writes in this step: cache rows and records.
+        writes = []
+        for layer in self.layers:
+            slots, data = [np.empty(0, np.int64)], [np.empty((0, RECORD), np.uint8)]
+            for request, query in rows:
+                shard = np.array(self.shard(request, self.rank), dtype=np.int64)
+                index = np.flatnonzero(shard >= self.lengths[request] - query)
+                slots.append(self.block_table[request][index // PAGE].astype(np.int64) * PAGE + index % PAGE)
+                data.append(records(layer.index, request, shard[index], np.array(self.step_of[request])[shard[index]]))
+            writes.append((torch.from_numpy(np.concatenate(slots)).to(self.device), torch.from_numpy(np.concatenate(data)).to(self.device)))
+        return NS(plan=plan, writes=writes, requests=[request for request, _ in batch])
+
+    def run(self, step, only=None):
+        """Every layer writes its chunk, gathers and reads the gathered buffer; {layer: the copy it read}."""
+        from vllm.v1.attention.ops.ckv_gather import gather_ckv
+
+        copies = {}
+        for layer in self.layers if only is None else [self.layers[i] for i in only]:
+            slots, data = step.writes[layer.index]
+            self.sleep()
+            layer.kv_cache.view(-1, RECORD)[slots] = data
+            prefetch = self.workspace.prefetch
+            with contextlib.nullcontext() if prefetch is None else prefetch.attending(layer):
+                gathered = gather_ckv(layer.kv_cache, step.plan, self.workspace, self.group())
+                self.sleep()
+                assert gathered.data_ptr() == self.workspace.gathered.data_ptr() == self.workspace.pages().data_ptr()
+                copies[layer.index] = gathered.clone()
+        return copies
+
+    def expected(self, layer, step):
+        """The gathered buffer of a layer, dealt out token by token."""
+        shares = []
+        for rank in range(self.world):
+            rows = [np.empty((0, RECORD), np.uint8)]
+            for request in step.requests:
+                positions = np.array(self.shard(request, rank), dtype=np.int64)
+                rows.append(records(layer, request, positions, np.array(self.step_of[request])[positions]))
+            share = np.concatenate(rows)
+            padding = np.zeros((step.plan.padded_total - len(share), RECORD), np.uint8)
+            shares.append(np.concatenate([share, padding]))
+        return np.concatenate(shares)
+
+    def wrong_layers(self, step, copies):
+        return [layer for layer, copy in copies.items() if not np.array_equal(copy.cpu().numpy(), self.expected(layer, step))]
+
+
+class Solo(Model):
+    """Rank 0 without other ranks: what they would send is known and copied on the device, in the stream's order.
+
+    Collectives over gloo block the host, which hides races between the streams. These do not.
+    """
+
+    def __init__(self, world, device, **kwargs):
+        from vllm.v1.attention.ops import ckv_gather
+
+        self.dcp, self.side = NS(world_size=world), NS(world_size=world)
+        before, ckv_gather.get_ckv_prefetch_group = ckv_gather.get_ckv_prefetch_group, lambda: self.side
+        try:
+            super().__init__(0, world, device, **kwargs)
+        finally:
+            ckv_gather.get_ckv_prefetch_group = before
+
+    def group(self):
+        return self.dcp
+
+    def start(self, number, batch, decodes=()):
+        step = super().start(number, batch, decodes)
+        chunk = {request: self.lengths[request] - query for request, query in batch}
+        step.sent = {}
+        for layer in self.layers:
+            whole = self.expected(layer.index, step).reshape(self.world, -1, RECORD)
+            ahead, packed = whole.copy(), []
+            for rank in range(self.world):
+                row, rows = 0, []
+                for request in step.requests:
+                    positions = np.array(self.shard(request, rank), dtype=np.int64)
+                    rows.append(row + np.flatnonzero(positions >= chunk[request]))
+                    row += len(positions)
+                rows = np.concatenate(rows)
+                packed.append(whole[rank][rows])
+                ahead[rank][rows] = 77
+            longest = max(map(len, packed))
+            packed = np.stack([np.concatenate([p, np.full((longest - len(p), RECORD), 66, np.uint8)]) for p in packed])
+            step.sent[layer.index] = {kind: torch.from_numpy(x).to(self.device) for kind, x in (("whole", whole), ("ahead", ahead), ("chunk", packed))}
+        return step
+
+    def run(self, step, only=None):
+        from vllm.v1.attention.ops import ckv_gather
+
+        def all_gather(gathered, local, group):
+            prefetch = self.workspace.prefetch
+            if group is self.side:
+                layer, kind = prefetch.state.next_layer().index, "ahead"
+            elif prefetch is None:
+                layer, kind = self.sync_layer, "whole"
+            else:
+                layer, kind = prefetch._layer.index, "chunk" if prefetch._lease.prefetched else "whole"
+            self.sleep()
+            shares = gathered.view(self.world, -1)
+            shares[0].copy_(local)
+            shares[1:].copy_(step.sent[layer][kind][1:].view(self.world - 1, -1))
+            self.sleep()
+
+        before, ckv_gather.all_gather_bytes = ckv_gather.all_gather_bytes, all_gather
+        try:
+            copies = {}
+            for index in range(len(self.layers)) if only is None else only:
+                self.sync_layer = index
+                copies |= super().run(step, [index])
+            return copies
+        finally:
+            ckv_gather.all_gather_bytes = before
+
+
+# Steps of [(request, query tokens)] and the decodes before them: chunks of several requests, second and later chunks, requests
+# that join midway, one that finishes while another decodes, a batch without history, history of one request only.
+SCENARIO = [
+    ([(0, 70), (1, 33)], ()),
+    ([(0, 50), (2, 40)], (1,)),
+    ([(0, 64), (2, 7), (3, 129)], (1,)),
+    ([(4, 90), (5, 1)], ()),
+    ([(5, 20), (3, 1), (4, 65), (0, 3)], (2,)),
+    ([(6, 128)], ()),
+    ([(6, 128)], (0, 1, 2)),
+]
+
+
+@contextlib.contextmanager
+def sleepy(model):
+    """Sleeps on whatever stream copies records, the side stream for one."""
+    from vllm.v1.attention.ops import ckv_gather, ckv_prefetch_torch
+
+    copy, gather = ckv_prefetch_torch.copy_ckv_segments, ckv_gather.all_gather_bytes
+
+    def slow_copy(*args):
+        model.sleep()
+        copy(*args)
+
+    def slow_gather(*args):
+        model.sleep()
+        gather(*args)
+
+    ckv_prefetch_torch.copy_ckv_segments, ckv_gather.all_gather_bytes = slow_copy, slow_gather
+    try:
+        yield
+    finally:
+        ckv_prefetch_torch.copy_ckv_segments, ckv_gather.all_gather_bytes = copy, gather
+
+
+def compare(rank, world, device, interleaves, layers, delays=False, scenario=SCENARIO):
+    """The scenario with and without prefetch: {(interleave, prefetch): wrong (step, layer)}, and gathers on each group."""
+    from vllm.distributed.parallel_state import get_ckv_prefetch_group
+    from vllm.v1.attention.ops import ckv_gather
+
+    wrong, gathers = {}, {}
+    for interleave in interleaves:
+        seen = {}
+        for prefetch in (False, True):
+            model = Model(rank, world, device, interleave=interleave, layers=layers, prefetch=prefetch, delays=delays)
+            bad, count = [], [0, 0]
+            gather = ckv_gather.all_gather_bytes
+
+            def counted(gathered, local, group, gather=gather, count=count):
+                count[group is get_ckv_prefetch_group()] += 1
+                gather(gathered, local, group)
+
+            ckv_gather.all_gather_bytes = counted
+            try:
+                with sleepy(model):
+                    for number, (batch, decodes) in enumerate(scenario):
+                        step = model.start(number, batch, decodes)
+                        copies = model.run(step)
+                        bad += [(number, layer) for layer in model.wrong_layers(step, copies)]
+                        for layer, copy in copies.items():
+                            if prefetch and not torch.equal(copy, seen[number, layer]):
+                                bad.append((number, layer, "differs from the synchronous gather"))
+                            seen[number, layer] = copy
+            finally:
+                ckv_gather.all_gather_bytes = gather
+            wrong[interleave, prefetch], gathers[interleave, prefetch] = bad, count
+    return wrong, gathers
+
+
+def lookaheads(scenario, layers):
+    """Gathers that the scenario prefetches: every layer but the first of each step with history, after the first step."""
+    lengths, total = {}, 0
+    for number, (batch, decodes) in enumerate(scenario):
+        history = sum(lengths.get(request, 0) for request, _ in batch)
+        total += (layers - 1) * (number > 0 and history > 0)
+        for request, query in [*batch, *((d, 1) for d in decodes)]:
+            lengths[request] = lengths.get(request, 0) + query
+    return total
+
+
+def nccl_rank(fn, rank, world, *args):
+    """`fn(rank, world, *args)` with one GPU per rank and NCCL; the environment names rank, world and master."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    os.environ["VLLM_DISABLE_PYNCCL"] = "0"
+    torch.cuda.set_device(rank)
+    parallel_state.set_custom_all_reduce(False)
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(world, rank, "env://", rank, backend="nccl")
+        parallel_state.initialize_model_parallel(world, 1, 1, world, backend="nccl")
+        try:
+            return fn(rank, world, *args)
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
+
+
+def attention_outputs(Rank, Batch, rank, world, device, prefetch, layer_kind, *, layers=3, heads=16, topk=128, **config):
+    """Outputs of every layer in three steps (chunks of two requests), prefetched gathers, and errors against float64.
+
+    The rows of the current chunk hold other bytes until their layer runs, so a prefetch that reads them is seen.
+    """
+    import copy
+
+    from tests.gpu._ckv_ranks import error, rows_of
+    from vllm.v1.attention.ops import ckv_prefetch_torch
+
+    ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY = 1
+    settings = dict(interleave=16, heads=heads, topk=topk, max_tokens=64, max_model_len=512) | config
+    me = Rank(rank, world, device, **settings).build(CKV_GATHER=1, CKV_GATHER_MIN_TOKENS=0, CKV_PREFETCH=prefetch)
+    me.builder.reorder_batch_threshold = 1
+    template, outputs, errors, prefetched = me.layer, [], [], 0
+    if prefetch:
+        consume = me.impl.ckv_workspace.prefetch.state.consume
+
+        def counted(key):
+            nonlocal prefetched
+            lease = consume(key)
+            prefetched += lease.prefetched
+            return lease
+
+        me.impl.ckv_workspace.prefetch.state.consume = counted
+    stack = [copy.copy(template) for _ in range(layers)]
+    for i, layer in enumerate(stack):
+        layer.layer_name = f"model.layers.{i}.self_attn.attn"
+    for number, requests in enumerate([[(0, 20), (0, 30)], [(20, 17), (30, 11)], [(37, 40), (41, 5)]]):
+        loaded = []
+        for i, layer in enumerate(stack):
+            # The same seed for the pages: all layers share the block table.
+            batch = Batch(requests, heads=heads, topk=topk, seed=100 * number + i, device=device)
+            me.layer = layer
+            me.load(batch, seed=number)
+            table = me.block_table.cpu().numpy()
+            slots = []
+            for r, (context, _) in enumerate(requests):
+                positions = rows_of(batch.seq_lens[r], rank, world, me.interleave)
+                index = np.flatnonzero(positions >= context)
+                slots.append(table[r][index // PAGE].astype(np.int64) * PAGE + index % PAGE)
+            slots = torch.tensor(np.concatenate(slots), device=device)
+            rows = me.cache.view(-1, RECORD)[slots].clone()
+            me.cache.view(-1, RECORD)[slots] = 99
+            layer.kv_cache = me.cache
+            loaded.append((batch, slots, rows, me.records))
+        metadata = None
+        for layer, (batch, slots, rows, whole) in zip(stack, loaded):
+            me.layer, me.cache, me.records = layer, layer.kv_cache, whole
+            me.topk_buffer[: batch.num_tokens] = batch.ids
+            metadata = metadata or me.metadata(batch)
+            me.cache.view(-1, RECORD)[slots] = rows
+            outputs.append(me.run(batch, layer_kind, metadata, poison=False))
+            errors.append(error(outputs[-1], me.reference(batch)))
+    return outputs, prefetched, errors
