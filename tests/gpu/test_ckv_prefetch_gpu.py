@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CKV prefetch with real streams: every gathered buffer byte for byte, attention bit for bit.
+
+Two ways, because neither sees everything on one GPU. Ranks as processes over gloo exchange for real, but gloo blocks the host
+and so orders the streams. One process that knows what the other ranks would send copies it on the device: there the streams
+run freely, with random sleeps on both, and machines that lack a wait are seen. With several GPUs: ranks over NCCL.
+"""
+import os
+
+import pytest
+import torch
+
+from tests.gpu._ckv_prefetch import ENV, SCENARIO, Solo, attention_outputs, compare, lookaheads, nccl_rank
+from tests.gpu._ckv_ranks import Batch, Rank, run_gpu_ranks
+
+pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(900)]
+
+LAYERS = 5
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Inherited by spawned ranks: the prefetch group is made with the others."""
+    for name, value in ENV.items():
+        monkeypatch.setenv(name, value)
+
+
+def _compare(rank, world, interleaves, layers, delays):
+    return compare(rank, world, "cuda", interleaves, layers, delays)
+
+
+def check(results, interleaves, layers):
+    for wrong, gathers in results:
+        for interleave in interleaves:
+            assert wrong[interleave, False] == wrong[interleave, True] == []
+            assert gathers[interleave, False] == [len(SCENARIO) * layers, 0]
+            assert gathers[interleave, True] == [len(SCENARIO) * layers, lookaheads(SCENARIO, layers)]
+
+
+@pytest.mark.parametrize("world, interleaves, layers", [(2, (1, 64), LAYERS), (4, (16,), LAYERS), (8, (1,), 3)])
+def test_gathered_bytes_are_the_caches_bytes(world, interleaves, layers):
+    check(run_gpu_ranks(_compare, world, interleaves, layers, True, timeout=600), interleaves, layers)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("interleave", [1, 64])
+def test_gathered_bytes_over_nccl(interleave):
+    from tests.distributed.ranks import free_port
+
+    port = free_port()
+    context = torch.multiprocessing.get_context("spawn")
+    world = 2
+    with context.Pool(world) as pool:
+        calls = [pool.apply_async(_nccl, (rank, world, port, (interleave,))) for rank in range(world)]
+        check([call.get(timeout=300) for call in calls], (interleave,), LAYERS)
+
+
+def _nccl(rank, world, port, interleaves):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return nccl_rank(_compare, rank, world, interleaves, LAYERS, True)
+
+
+# ------------------------------------------------------------------------------------------------ streams that run freely
+
+
+def solo(seed, *, prefetch=True, layers=LAYERS, sleep=None, steps=SCENARIO, interleave=16):
+    """Wrong (step, layer) of rank 0 of 4. All steps are enqueued before anything is compared, so the host never waits."""
+    model = Solo(4, "cuda", interleave=interleave, layers=layers, prefetch=prefetch, delays=True)
+    model.random.seed(seed)
+    if sleep is not None:
+        model.sleep = lambda: sleep(model)
+    done = []
+    for number, (batch, decodes) in enumerate(steps):
+        step = model.start(number, batch, decodes)
+        expected = {layer.index: torch.from_numpy(model.expected(layer.index, step)) for layer in model.layers}
+        done.append((number, expected, model.run(step)))
+    return [(number, layer) for number, expected, copies in done for layer, copy in copies.items() if not torch.equal(copy.cpu(), expected[layer])]
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("layers", [3, LAYERS])
+def test_random_sleeps_on_both_streams(layers, prefetch):
+    for seed in range(6):
+        assert solo(seed, prefetch=prefetch, layers=layers) == []
+
+
+def main_is_slow(model):
+    """The host and the side stream run far ahead of the main stream."""
+    if model.workspace.prefetch is not None and torch.cuda.current_stream() != model.workspace.prefetch.streams.side():
+        torch.cuda._sleep(4_000_000)
+
+
+def side_is_slow(model):
+    if model.workspace.prefetch is not None and torch.cuda.current_stream() == model.workspace.prefetch.streams.side():
+        torch.cuda._sleep(8_000_000)
+
+
+@pytest.mark.parametrize("sleep", [main_is_slow, side_is_slow])
+def test_one_slow_stream(sleep):
+    assert solo(0, sleep=sleep) == []
+
+
+@pytest.mark.parametrize("missing, sleep", [("prepare", main_is_slow), ("consume", main_is_slow), ("complete", side_is_slow)])
+def test_a_missing_wait_is_seen(missing, sleep, monkeypatch):
+    """Without the side stream's waits for main, or main's wait for the gather, buffers are wrong."""
+    from vllm.v1.attention.ops.ckv_prefetch import CKVPrefetchState
+
+    method = getattr(CKVPrefetchState, missing)
+
+    def without_waits(self, *args):
+        wait, self._streams.wait = self._streams.wait, lambda stream, event: None
+        try:
+            return method(self, *args)
+        finally:
+            self._streams.wait = wait
+
+    monkeypatch.setattr(CKVPrefetchState, missing, without_waits)
+    assert solo(0, sleep=sleep) != []
+
+
+def test_reset_waits_for_the_side_stream():
+    """A gather in flight has ended when caches are bound anew."""
+    model = Solo(4, "cuda", interleave=16, layers=2, prefetch=True)
+    for number, batch in enumerate([[(0, 70)], [(0, 70)]]):
+        model.run(model.start(number, batch))
+    model.sleep = lambda: side_is_slow(model)
+    model.run(model.start(2, [(0, 70)]), only=[0])
+    side = model.workspace.prefetch.streams.side()
+    assert not side.query()
+    model.bind()
+    assert side.query()
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def _attention(rank, world, layer_kind):
+    outputs = {}
+    for prefetch in (0, 1):
+        outputs[prefetch] = attention_outputs(Rank, Batch, rank, world, "cuda", prefetch, layer_kind, topk=512, max_tokens=256, max_model_len=4096)
+        torch.cuda.synchronize()
+    same = [torch.equal(a, b) for a, b in zip(outputs[0][0], outputs[1][0], strict=True)]
+    return same, outputs[0][1], outputs[1][1], max(outputs[1][2])
+
+
+@pytest.mark.parametrize("layer_kind", ["generic", "fused"])
+def test_attention_is_bit_identical(layer_kind):
+    for same, without, prefetched, worst in run_gpu_ranks(_attention, 2, layer_kind):
+        assert same == [True] * 9
+        assert (without, prefetched) == (0, 4)
+        assert worst < 1e-2
