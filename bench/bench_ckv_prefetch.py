@@ -1,0 +1,246 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the CKV gather hides behind the attention of the layer before, on one GPU.
+
+    python bench/bench_ckv_prefetch.py                       the table below; JSON in bench/out/ckv_prefetch.json
+    python bench/bench_ckv_prefetch.py --layers 4 --rounds 1 --contexts 8 16    something quick
+
+One process is rank 0 of W. Real: planner, workspace, prefetch, copy and remap kernels, upconvert, FlashMLA bf16 sparse
+attention (16 heads padded to 64, top-k 2048). Not real: the link. What the other ranks would send is copied instead, the same
+bytes, by one of three means:
+
+    sm      a kernel of few thread blocks copies on the device, as NCCL over NVLink keeps a few SMs busy
+    host    from pinned host memory, by a copy engine: about what a PCIe link gives
+    none    nothing is copied: all that is left are the launches, so there is nothing to hide
+
+A layer is its KV write, the gather and its attention: neither projections nor indexer nor experts, which would give the
+gather more to hide behind.
+
+    hidden = 1 - (prefetch - compute) / (synchronous - compute)         times of a whole step
+
+so the first layer of the step, which nothing precedes, and the current chunk count as not hidden unless they are. Contexts
+include the chunk: a context as long as the chunk has no history, and the prefetch has nothing to do.
+"""
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import statistics
+import sys
+from types import SimpleNamespace as NS
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.update(VLLM_DCP_CKV_GATHER="1", VLLM_DCP_CKV_PREFETCH="1")
+
+import tests.gpu._ckv_ranks  # noqa: E402, F401  the stub for flash attention
+
+import torch  # noqa: E402
+
+from vllm import _custom_ops as ops  # noqa: E402
+from vllm.triton_utils import tl, triton  # noqa: E402
+from vllm.v1.attention.ops import ckv_gather  # noqa: E402
+from vllm.v1.worker import workspace  # noqa: E402
+
+PAGE, RECORD, LATENT, ROPE = 64, 656, 512, 64
+HEADS, PADDED_HEADS = 16, 64
+SCALE = (LATENT + ROPE) ** -0.5
+
+
+@triton.jit
+def _link_kernel(src, dst, n, BLOCK: tl.constexpr):
+    step = tl.num_programs(0) * BLOCK
+    for start in range(tl.program_id(0) * BLOCK, n, step):
+        index = start + tl.arange(0, BLOCK)
+        tl.store(dst + index, tl.load(src + index, mask=index < n), mask=index < n)
+
+
+def make_records(rows, device):
+    """Records that decode to finite values."""
+    data = torch.randint(0, 256, (rows, RECORD), dtype=torch.uint8, device=device)
+    data[:, :LATENT] &= 0xBF  # e4m3 below 2
+    data[:, LATENT : LATENT + 16] = torch.ones((rows, 4), device=device).view(torch.uint8)
+    data[:, LATENT + 16 :] = torch.randn((rows, ROPE), device=device).to(torch.bfloat16).view(torch.uint8)
+    return data
+
+
+class Link:
+    """Stands in for the all-gather of rank 0: its own share is copied, the others' come over `kind`."""
+
+    def __init__(self, kind, world, rows, device, programs):
+        self.kind, self.world, self.programs = kind, world, programs
+        source = make_records((world - 1) * rows, device).view(-1)
+        self.source = source.cpu().pin_memory() if kind == "host" else source
+
+    def __call__(self, gathered, local, group):
+        shares = gathered.view(self.world, -1)
+        shares[0].copy_(local)
+        others = shares[1:].reshape(-1)
+        if self.kind == "host":
+            others.copy_(self.source[: others.numel()], non_blocking=True)
+        elif self.kind == "sm":
+            words = others.numel() // 8
+            _link_kernel[(self.programs,)](self.source[: others.numel()].view(torch.int64), others.view(torch.int64), words, BLOCK=4096, num_warps=8)
+
+
+class Step:
+    """A chunk of one request behind its context, in `layers` layers of one rank."""
+
+    def __init__(self, args, context, chunk, link, prefetch):
+        from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
+
+        self.kernel = flash_mla_sparse_fwd
+        self.args, self.context, self.chunk = args, context, chunk
+        self.device = device = torch.device("cuda")
+        world = args.world
+        self.config = ckv_gather.CKVGatherConfig(
+            dcp_world_size=world, dcp_rank=0, interleave=args.interleave, min_tokens=0, max_tokens=context, max_num_seqs=1, max_num_batched_tokens=chunk,
+            record_bytes=RECORD, decode_query_len=1, num_layers=args.layers, prefetch=prefetch,
+        )  # fmt: skip
+        self.group = NS(world_size=world)
+        ckv_gather.get_ckv_prefetch_group = lambda: NS(world_size=world)
+        workspace.reset_workspace_manager()
+        workspace.init_workspace_manager(device)
+        self.workspace = ckv_gather.reserve_ckv_gather_workspace(self.config)
+        for buffer in self.workspace.prefetch.buffers if prefetch else [self.workspace.gathered]:
+            buffer.copy_(make_records(len(buffer), device))
+        self.planner = ckv_gather.CKVGatherPlanner(self.config, device)
+        self.link = Link(link, world, self.config.rows_per_rank, device, args.link_programs)
+        blocks = self.config.rows_per_rank // PAGE + 1
+        self.block_table = torch.randperm(blocks, device=device).to(torch.int32)[None]
+
+        class Layer:
+            pass
+
+        self.layers = []
+        for i in range(args.layers):
+            layer = Layer()
+            layer.layer_name = f"model.layers.{i}.self_attn.attn"
+            layer.kv_cache = make_records(blocks * PAGE, device).view(blocks, PAGE, RECORD)
+            self.layers.append(layer)
+        mine = ckv_gather.ckv_layout([context - chunk, context], world, args.interleave).rank_req_lens[0]
+        rows = torch.arange(int(mine[0]), int(mine[1]), device=device)
+        self.slots = self.block_table[0][rows // PAGE].long() * PAGE + rows % PAGE
+        self.new_rows = make_records(len(rows), device)
+        causal = torch.arange(context - chunk + 1, context + 1, device=device)[:, None]
+        column = torch.arange(args.topk, device=device)[None]
+        ids = torch.where(causal > args.topk, (torch.rand((chunk, args.topk), device=device) * causal).long(), column)
+        self.topk_ids = torch.where(ids < causal, ids, -1).to(torch.int32)
+        self.ql_nope = torch.randn((chunk, HEADS, LATENT), dtype=torch.bfloat16, device=device)
+        self.q_pe = torch.randn((chunk, HEADS, ROPE), dtype=torch.bfloat16, device=device)
+        self.q = torch.zeros((chunk, PADDED_HEADS, LATENT + ROPE), dtype=torch.bfloat16, device=device)
+        self.out = torch.empty((chunk, PADDED_HEADS, LATENT), dtype=torch.bfloat16, device=device)
+        self.slots_out = torch.empty_like(self.topk_ids)
+        self.counts = torch.empty(chunk, dtype=torch.int32, device=device)
+        self.bf16_rows = torch.empty((self.config.gathered_rows, LATENT + ROPE), dtype=torch.bfloat16, device=device)
+
+    def plan(self):
+        starts = torch.tensor([0, self.chunk], dtype=torch.int32)
+        lens = torch.tensor([self.context], dtype=torch.int32)
+        common = NS(query_start_loc_cpu=starts, query_start_loc=starts.to(self.device), seq_lens_cpu_upper_bound=lens, seq_lens=lens.to(self.device),
+                    is_prefilling=torch.tensor([True]), num_actual_tokens=self.chunk, block_table_tensor=self.block_table)  # fmt: skip
+        metadata = NS(num_decodes=0, num_prefills=1, num_decode_tokens=0, prefill=None, req_id_per_token=torch.zeros(self.chunk, dtype=torch.int32, device=self.device))
+        return self.planner.plan(common, metadata)
+
+    def run(self, gather):
+        """Milliseconds of one step on the main stream. `gather` False: only the compute."""
+        plan = self.plan()
+        torch.cuda.synchronize()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # So that the host is ahead from the first layer on, as in an engine.
+        torch.cuda._sleep(20_000_000)
+        begin.record()
+        for layer in self.layers:
+            layer.kv_cache.view(-1, RECORD)[self.slots] = self.new_rows
+            prefetch = self.workspace.prefetch
+            with prefetch.attending(layer) if prefetch is not None and gather else contextlib.nullcontext():
+                if gather:
+                    gathered = ckv_gather.gather_ckv(layer.kv_cache, plan, self.workspace, self.group, wait=False)
+                else:
+                    gathered = self.workspace.gathered[: plan.gathered_rows]
+                slots, counts = ckv_gather.map_global_topk_to_gathered_ckv(
+                    self.topk_ids, plan.req_ids, plan.causal_lens, plan.rank_req_starts, plan.padded_total, plan.dcp_world_size, plan.interleave,
+                    out=self.slots_out, counts=self.counts,
+                )  # fmt: skip
+                ops.concat_mla_q(self.ql_nope, self.q_pe, self.q)
+                if gather:
+                    ckv_gather.await_ckv(self.workspace)
+                ops.cp_gather_and_upconvert_fp8_kv_cache(self.workspace.pages(), self.bf16_rows[: len(gathered)], plan.page_table, plan.page_starts, 1)
+                self.kernel(self.q, self.bf16_rows.view(-1, 1, LATENT + ROPE), slots[:, None], SCALE, topk_length=counts, out=self.out)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+
+def measure(args, context, chunk, kind):
+    """Medians over rounds, the modes in turn so that clocks drift for all alike."""
+    steps, times = {}, {"compute": [], "synchronous": [], "prefetch": []}
+    for prefetch in (False, True):
+        steps[prefetch] = Step(args, context, chunk, kind, prefetch)
+    modes = (("compute", False, False), ("synchronous", False, True), ("prefetch", True, True))
+    for round_ in range(args.rounds + 2):
+        for mode, prefetch, gather in modes:
+            step = steps[prefetch]
+            ckv_gather.all_gather_bytes = step.link
+            elapsed = step.run(gather) / args.layers
+            if round_ >= 2:  # the first step only discovers the layers
+                times[mode].append(elapsed)
+    compute, sync, ahead = (statistics.median(times[mode]) for mode, *_ in modes)
+    plan = steps[True].plan()
+    gather = sync - compute
+    sent = (args.world - 1) * plan.padded_total * RECORD
+    return dict(
+        context=context, chunk=chunk, link=kind, compute_ms=compute, synchronous_ms=sync, prefetch_ms=ahead, gather_ms=gather,
+        link_gb_per_s=sent / gather / 1e6 if kind != "none" and gather > 0 else None,
+        hidden=1 - (ahead - compute) / gather if gather > 0 and kind != "none" and plan.prefetch.tables is not None else None,
+        slowdown=ahead / sync - 1, looks_ahead=plan.prefetch.tables is not None, times=times,
+    )  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8, 64, 128], help="thousands (1024) of tokens, the chunk among them")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--links", nargs="+", default=["sm", "host", "none"], choices=["sm", "host", "none"])
+    parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--interleave", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--topk", type=int, default=2048)
+    parser.add_argument("--link-programs", type=int, default=16, help="thread blocks of the sm link")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "out" / "ckv_prefetch.json")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs a GPU.")
+    name = torch.cuda.get_device_name()
+    print(f"{name}: DCP {args.world}, interleave {args.interleave}, {args.layers} layers, top-k {args.topk}, {HEADS} heads; ms per layer")
+    print(f"{'context':>8} {'chunk':>6} {'link':>5} {'GB/s':>6} {'compute':>8} {'gather':>7} {'sync':>8} {'prefetch':>8} {'hidden':>7} {'slowdown':>9}")
+    results, missed = [], []
+    for context in args.contexts:
+        for chunk in args.chunks:
+            for kind in args.links:
+                if chunk > context * 1024:
+                    continue
+                r = measure(args, context * 1024, chunk, kind)
+                torch.cuda.empty_cache()
+                results.append(r)
+                hidden = "-" if r["hidden"] is None else f"{r['hidden']:.3f}"
+                speed = "-" if r["link_gb_per_s"] is None else f"{r['link_gb_per_s']:.0f}"
+                print(
+                    f"{context:>7}k {chunk:>6} {kind:>5} {speed:>6} {r['compute_ms']:>8.3f} {r['gather_ms']:>7.3f} {r['synchronous_ms']:>8.3f} "
+                    f"{r['prefetch_ms']:>8.3f} {hidden:>7} {r['slowdown']:>+9.2%}",
+                    flush=True,
+                )
+                if context == 64 and r["hidden"] is not None and r["gather_ms"] < r["compute_ms"] and r["hidden"] < 0.95:
+                    missed.append(f"{context}k, chunk {chunk}, {kind}: {r['hidden']:.3f} hidden, less than 0.95")
+                if (kind == "none" or not r["looks_ahead"]) and r["slowdown"] > 0.01:
+                    missed.append(f"{context}k, chunk {chunk}, {kind}: {r['slowdown']:.2%} slower with nothing to hide")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    args.out.write_text(json.dumps(dict(schema=1, benchmark="ckv_prefetch", device=name, torch=torch.__version__, settings=settings, results=results, missed=missed), indent=1))
+    print("targets met" if not missed else "targets missed: " + "; ".join(missed))
+
+
+if __name__ == "__main__":
+    main()
