@@ -39,11 +39,12 @@ def _rank_main(fn, rank, world, port, env, args, results):
         results.put((rank, False, traceback.format_exc()))
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, env: dict[str, str] | None = None, timeout: float = 120.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, env: dict[str, str] | None = None, timeout: float = 60.0) -> list[Any]:
     """Call `fn(rank, world, *args)` in `world` forked processes; return the results in rank order.
 
     Results travel by pickle: return plain Python values or numpy arrays. Raises AssertionError with the traceback of the
-    first rank that failed, or with the list of ranks still running when `timeout` seconds have passed.
+    first rank that failed, or with the list of ranks still running when `timeout` seconds have passed. Keep it below the
+    test's own pytest-timeout, which would end the whole pytest run if it struck first in a forked test.
     """
     context = multiprocessing.get_context("fork")
     results = context.Queue()

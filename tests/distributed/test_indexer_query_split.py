@@ -188,13 +188,13 @@ def _decide(rank, world, dcp, requests, speculative):
     ],
 )
 def test_which_batches_split(requests, speculative, prefills, splits):
-    for found in run_ranks(_decide, 4, 2, requests, speculative, env={FLAG: "1"}):
+    for found in run_ranks(_decide, 4, 2, requests, speculative, env={FLAG: "1"}, timeout=200):
         assert found[0] == prefills and bool(found[1]) == splits, found
 
 
 def test_builder_balances_rows_with_their_constant_cost():
     """A fresh prompt of 200 tokens, where merging outweighs scoring: halves, not the 141 to 59 of keys alone."""
-    for _, sizes in run_ranks(_decide, 4, 2, [(200, 200)], 0, env={FLAG: "1"}):
+    for _, sizes in run_ranks(_decide, 4, 2, [(200, 200)], 0, env={FLAG: "1"}, timeout=200):
         assert sizes[0] in (100, 101, 102) and sum(sizes) == 200
 
 
@@ -218,12 +218,12 @@ def _flag_off(rank, world, dcp, missing):
 
 def test_flag_off():
     """No group, no sizes, no exchange: the collectives are the candidate merges alone."""
-    for size, sizes, split, names in run_ranks(_flag_off, 4, 2, False, env={FLAG: "0"}):
+    for size, sizes, split, names in run_ranks(_flag_off, 4, 2, False, env={FLAG: "0"}, timeout=200):
         assert (size, sizes, split, set(names)) == (1, None, False, {"dcp"})
 
 
 def test_missing_group_raises():
-    run_ranks(_flag_off, 4, 2, True, env={FLAG: "0"})
+    run_ranks(_flag_off, 4, 2, True, env={FLAG: "0"}, timeout=200)
 
 
 def _config(mode=CUDAGraphMode.PIECEWISE, dcp=2):
@@ -310,7 +310,7 @@ def _exchange(rank, world, cases):
 
 
 def test_exchange_of_uneven_rows():
-    run_ranks(_exchange, 8, [([1, 2, 3, 4], 8), ([7, 1, 1, 1], 3), ([5, 5, 5, 5], 1), ([1, 1, 1, 900], 16)], env={FLAG: "1"})
+    run_ranks(_exchange, 8, [([1, 2, 3, 4], 8), ([7, 1, 1, 1], 3), ([5, 5, 5, 5], 1), ([1, 1, 1, 900], 16)], env={FLAG: "1"}, timeout=200)
 
 
 def test_exchange_uses_all_gatherv_on_cuda(monkeypatch):

@@ -603,6 +603,8 @@ class CKVPrefetcher:
         assert layer is not None, f"layer {key} is gone while its model runs"
         ticket = self.state.prepare(key)
         with self.streams.use_side():
+            # Rows behind this rank's total are zero since the step's first layer, which
+            # is never prefetched.
             mine = self.staging[: plan.padded_total]
             copy_ckv_segments(
                 layer.kv_cache.view(torch.uint8),
@@ -610,7 +612,6 @@ class CKVPrefetcher:
                 tables.history,
                 mine,
             )
-            mine[plan.local_rows :].zero_()
             gathered = self.buffers[ticket.buffer][: plan.gathered_rows]
             all_gather(gathered.view(-1), mine.view(-1), self.group)
         self.state.finish(ticket, keep=plan)
