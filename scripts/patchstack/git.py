@@ -36,7 +36,7 @@ _SEAL = {
 _DROPPED_ENVIRONMENT = re.compile(r"GIT_.*|LC_.*|LANG|LANGUAGE|TZ|EMAIL")
 # What would make a network command read or write another repository than the one it is given.
 _OTHER_REPOSITORY = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR",
-                     "GIT_NAMESPACE", "GIT_SHALLOW_FILE", "GIT_GRAFT_FILE", "GIT_QUARANTINE_PATH", "GIT_DEFAULT_HASH", "GIT_PREFIX"}  # fmt: skip
+                     "GIT_NAMESPACE", "GIT_SHALLOW_FILE", "GIT_GRAFT_FILE", "GIT_QUARANTINE_PATH", "GIT_DEFAULT_HASH", "GIT_PREFIX", "GIT_INTERNAL_SUPER_PREFIX"}  # fmt: skip
 
 
 def sealed_environment() -> dict[str, str]:
