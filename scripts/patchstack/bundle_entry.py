@@ -25,7 +25,7 @@ MANIFEST = {}  # filled in by `apply.py bundle`
 
 ENVIRONMENT = {  # only where the caller has not set them
     "VLLM_STACK_TEST_DEVICE": "cuda", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_PLUGINS": "",  # b12x brings plugins of its own
 }  # fmt: skip
 
 
