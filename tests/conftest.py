@@ -11,8 +11,6 @@ import os
 import pathlib
 import re
 
-import pytest
-
 DATA = pathlib.Path(__file__).parent / "data"
 
 # Before any test module imports vllm: run its Triton kernels in the interpreter unless a GPU run asks otherwise.

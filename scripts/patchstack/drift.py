@@ -17,7 +17,6 @@ from . import semantic, stack
 from .export import render
 from .git import Git
 from .patchfile import PatchFile
-from .pins import Base
 from .report import Ui
 from .semantic import Finding
 from .symbols import Definition, Symbols

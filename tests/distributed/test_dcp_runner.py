@@ -59,7 +59,6 @@ def expected_slots(name, positions, rank, world, interleave, blocks):
 
 def drive_runner(rank, world, config, interleave):
     import torch
-
     from vllm.config import CUDAGraphMode, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner

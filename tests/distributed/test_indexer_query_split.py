@@ -14,18 +14,27 @@ import zlib
 import numpy as np
 import pytest
 import torch
-
-from tests.distributed import indexer_reference
-from tests.distributed.indexer_batch import (
-    FLAG, Shape, build, common_metadata, make_batch, make_builder, make_config, oracle_ids, reference_cache, run_indexer,
-)  # fmt: skip
-from tests.distributed.ranks import run_ranks, vllm_world
 from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import sparse_attn_indexer as indexer
 from vllm.v1.attention.backends.mla.indexer import balanced_prefill_row_shard
 from vllm.v1.attention.ops import query_split
 from vllm.v1.worker.workspace import init_workspace_manager
+
+from tests.distributed import indexer_reference
+from tests.distributed.indexer_batch import (
+    FLAG,
+    Shape,
+    build,
+    common_metadata,
+    make_batch,
+    make_builder,
+    make_config,
+    oracle_ids,
+    reference_cache,
+    run_indexer,
+)  # fmt: skip
+from tests.distributed.ranks import run_ranks, vllm_world
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(900)]
 

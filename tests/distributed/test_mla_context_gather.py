@@ -18,9 +18,9 @@ BATCHES = 6
 def gather_context(rank, world):
     """Run the real gather and unpad code over this rank's shard; compare every chunk with what the oracle deals out."""
     import torch
+    from vllm.distributed import parallel_state
 
     from tests.distributed import mla_ranks
-    from vllm.distributed import parallel_state
 
     chunks_seen = 0
     with vllm_world(rank, world):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from tests.distributed.ranks import run_ranks, vllm_world
 from vllm import envs
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import get_ckv_prefetch_group, get_query_split_group, query_split_group_ranks
+
+from tests.distributed.ranks import run_ranks, vllm_world
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(120)]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.attention.ops.ckv_gather import ckv_layout, map_global_topk_to_gathered_ckv
 
 from tests.oracle import deal
-from vllm.v1.attention.ops.ckv_gather import ckv_layout, map_global_topk_to_gathered_ckv
 
 pytestmark = [pytest.mark.base("v0.33.0")]
 

@@ -14,7 +14,7 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def owner_and_index(world: int, interleave: int) -> tuple[np.ndarray, np.ndarray]:
     """For positions 0..MAX_LEN-1: the rank that stores the token, and its place in that rank's storage order."""
     owner = np.empty(MAX_LEN, dtype=np.int64)
@@ -25,7 +25,7 @@ def owner_and_index(world: int, interleave: int) -> tuple[np.ndarray, np.ndarray
     return owner, index
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def counts(world: int, interleave: int) -> np.ndarray:
     """[MAX_LEN + 1, world]: tokens that each rank stores of a request of that length, counted one token at a time."""
     owner, _ = owner_and_index(world, interleave)

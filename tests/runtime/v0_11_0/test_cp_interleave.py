@@ -286,12 +286,12 @@ def test_a_full_manager_block_is_full_on_every_rank(interleave, set_dcp):
 
 @pytest.mark.parametrize("interleave", [1, 16])
 def test_prefix_hits_are_whole_manager_blocks(interleave, make_config):
+    from vllm.sampling_params import SamplingParams
     from vllm.utils import sha256
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
-    from vllm.sampling_params import SamplingParams
 
     world, block_size = 4, 16
     config = make_config(block_size, interleave, dcp=world)

@@ -125,7 +125,7 @@ def test_without_dcp_the_plan_is_the_stock_one(set_dcp):
 def test_the_worked_example_of_the_unpad_step():
     from vllm.v1.attention.backends.mla.common import reorg_kvcache
 
-    names = "a0 a1 a4 b0 b1 a2 a3 x b2 x".split()
+    names = ["a0", "a1", "a4", "b0", "b1", "a2", "a3", "x", "b2", "x"]
     gathered = torch.arange(10).view(-1, 1, 1)
     rows, mirrored = reorg_kvcache(gathered, -gathered, [3, 2], [[3, 2], [2, 1]], 8, 5, 5)
     assert " ".join(names[i] for i in rows.flatten().tolist()) == "a0 a1 a4 a2 a3 b0 b1 b2"

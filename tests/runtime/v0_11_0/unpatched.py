@@ -24,7 +24,6 @@ GROUP_USERS = {
 def slot_mappings(set_group) -> dict[str, np.ndarray]:
     """Slot mappings of BATCHES random batches, with and without DCP, no interleave size given."""
     import torch
-
     from vllm.v1.worker.block_table import MultiGroupBlockTable
 
     out = []
@@ -67,9 +66,9 @@ def decode_seq_lens(set_group, interleave=None) -> dict[str, np.ndarray]:
 def context_chunks(set_group, interleave=None) -> dict[str, np.ndarray]:
     """Chunked-context metadata of BATCHES random batches, and what the unpad step makes of a gathered workspace."""
     import torch
+    from vllm.v1.attention.backends.mla.common import reorg_kvcache
 
     from tests.runtime.v0_11_0 import mla
-    from vllm.v1.attention.backends.mla.common import reorg_kvcache
 
     out = {name: [] for name in ("worlds", "cu_seq_lens", "starts", "seq_tot", "max_seq_lens", "seq_lens", "padded", "padded_cu", "rows")}
     for seed in range(BATCHES):

@@ -5,13 +5,13 @@ import itertools
 
 import pytest
 import torch
-
-from tests.gpu._ckv_ranks import make_config
 from vllm import envs
 from vllm.distributed import parallel_state
 from vllm.v1.attention.ops import ckv_gather
 from vllm.v1.attention.ops.ckv_gather import CKVGatherConfig, ckv_gather_flags, ckv_gather_refusal, reserve_ckv_gather_workspace
 from vllm.v1.worker import workspace
+
+from tests.gpu._ckv_ranks import make_config
 
 pytestmark = [pytest.mark.base("v0.33.0")]
 

@@ -10,12 +10,9 @@ from types import SimpleNamespace as NS
 import numpy as np
 import pytest
 import torch
+import vllm.envs as envs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import vllm.envs as envs
-from tests.gpu._ckv_ranks import make_config
-from tests.oracle import deal
 from vllm import logger as vllm_logger
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -30,6 +27,9 @@ from vllm.v1.attention.ops.ckv_prefetch_torch import (
     copy_ckv_segments,
 )
 from vllm.v1.worker import utils, workspace
+
+from tests.gpu._ckv_ranks import make_config
+from tests.oracle import deal
 
 # Forked: threads that torch starts here must not be missing in tests that fork later.
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(120)]

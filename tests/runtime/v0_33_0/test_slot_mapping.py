@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-from tests.oracle import slot
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
+
+from tests.oracle import slot
 
 pytestmark = [pytest.mark.base("v0.33.0")]
 
