@@ -3,12 +3,11 @@
 import contextlib
 import multiprocessing
 import os
-import queue
-import socket
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from tests.processes import collect, free_port
 
 
 def _preload() -> None:
@@ -20,12 +19,6 @@ def _preload() -> None:
 
 
 _preload()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _rank_main(fn, rank, world, port, env, args, results):
@@ -52,25 +45,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, env: dict[str, str
     processes = [context.Process(target=_rank_main, args=(fn, r, world, port, env or {}, args, results), daemon=True) for r in range(world)]
     for process in processes:
         process.start()
-    done: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout
-    try:
-        while len(done) < world:
-            try:
-                rank, ok, value = results.get(timeout=0.2)
-            except queue.Empty:
-                waiting = sorted(set(range(world)) - set(done))
-                dead = [r for r in waiting if not processes[r].is_alive() and processes[r].exitcode]
-                assert not dead, f"ranks {dead} died with exit codes {[processes[r].exitcode for r in dead]}"
-                assert time.monotonic() < deadline, f"ranks {waiting} of {world} still running after {timeout} s: a stuck collective?"
-                continue
-            assert ok, f"rank {rank} failed:\n{value}"
-            done[rank] = value
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return [done[r] for r in range(world)]
+    return collect(processes, results, timeout)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,7 @@ import math
 import multiprocessing
 import os
 import pathlib
-import queue
 import sys
-import time
 import traceback
 import types
 from types import SimpleNamespace as NS
@@ -54,6 +52,8 @@ stub_flash_attention()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+
+from tests.processes import collect, free_port  # noqa: E402
 
 NOPE, ROPE, LATENT, V = 128, 64, 512, 128
 PAGE = 64
@@ -516,33 +516,13 @@ def _gpu_rank_main(fn, rank, world, port, args, results):
 
 def run_gpu_ranks(fn, world, *args, timeout=500.0):
     """`fn(rank, world, *args)` in `world` spawned processes on one GPU; results in rank order. Fails, never hangs."""
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [context.Process(target=_gpu_rank_main, args=(fn, r, world, port, args, results), daemon=True) for r in range(world)]
     for process in processes:
         process.start()
-    done, deadline = {}, time.monotonic() + timeout
-    try:
-        while len(done) < world:
-            try:
-                rank, ok, value = results.get(timeout=0.5)
-            except queue.Empty:
-                dead = [r for r in range(world) if r not in done and processes[r].exitcode]
-                assert not dead, f"ranks {dead} died"
-                assert time.monotonic() < deadline, f"ranks {sorted(set(range(world)) - set(done))} still running after {timeout} s"
-                continue
-            assert ok, f"rank {rank} failed:\n{value}"
-            done[rank] = value
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return [done[r] for r in range(world)]
+    return collect(processes, results, timeout)
 
 
 # ------------------------------------------------------------------------------------------------ the CPU

@@ -17,15 +17,14 @@ For a whole engine call `install()` in each rank before the engine is made, with
 import contextlib
 import multiprocessing
 import os
-import queue
-import socket
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.processes import collect, free_port
 
 ENVIRONMENT = {
     "VLLM_DISABLE_PYNCCL": "1",
@@ -170,12 +169,6 @@ def install() -> None:
 # ---- processes
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def _rank_main(fn, rank, world, port, env, args, results) -> None:
     os.environ.update(ENVIRONMENT | env | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     try:
@@ -196,25 +189,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, env: dict[str, str
     processes = [context.Process(target=_rank_main, args=(fn, r, world, port, env or {}, args, results), daemon=True) for r in range(world)]
     for process in processes:
         process.start()
-    done: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout
-    try:
-        while len(done) < world:
-            try:
-                rank, ok, value = results.get(timeout=0.2)
-            except queue.Empty:
-                waiting = sorted(set(range(world)) - set(done))
-                dead = [r for r in waiting if not processes[r].is_alive() and processes[r].exitcode]
-                assert not dead, f"ranks {dead} died with exit codes {[processes[r].exitcode for r in dead]}"
-                assert time.monotonic() < deadline, f"ranks {waiting} of {world} still running after {timeout} s: a stuck collective?"
-                continue
-            assert ok, f"rank {rank} failed:\n{value}"
-            done[rank] = value
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return [done[r] for r in range(world)]
+    return collect(processes, results, timeout)
 
 
 @contextlib.contextmanager

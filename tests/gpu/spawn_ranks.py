@@ -3,12 +3,11 @@
 import contextlib
 import multiprocessing
 import os
-import queue
-import socket
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from tests.processes import collect, free_port
 
 # NCCL refuses two ranks on one GPU, and the direct paths take such ranks for peers.
 ONE_GPU = {
@@ -19,12 +18,6 @@ ONE_GPU = {
     "VLLM_USE_DIRECT_DCP_KV_GATHER": "0",
     "LOCAL_RANK": "0",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _rank_main(fn, rank, world, args, results):
@@ -56,27 +49,7 @@ def run_spawned(fn: Callable[..., Any], world: int, *args: Any, env: dict[str, s
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-    done: dict[int, Any] = {}
-    failed: dict[int, str] = {}
-    deadline = time.monotonic() + timeout
-    try:
-        while len(done) < world and not any("Connection closed by peer" not in text for text in failed.values()):
-            try:
-                rank, ok, value = results.get(timeout=1.0)
-            except queue.Empty:
-                waiting = sorted(set(range(world)) - set(done) - set(failed))
-                dead = [r for r in waiting if processes[r].exitcode]
-                assert not dead, f"ranks {dead} died with exit codes {[processes[r].exitcode for r in dead]}"
-                assert waiting and time.monotonic() < deadline, f"ranks {waiting} of {world} still running after {timeout} s; {failed}"
-                continue
-            (done if ok else failed)[rank] = value
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    for rank, text in sorted(failed.items(), key=lambda item: "Connection closed by peer" in item[1]):
-        raise AssertionError(f"rank {rank} failed:\n{text}")
-    return [done[rank] for rank in range(world)]
+    return collect(processes, results, timeout)
 
 
 @contextlib.contextmanager
