@@ -3,7 +3,7 @@
 import os
 import pathlib
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import place
 from .errors import Usage
@@ -119,7 +119,14 @@ def _inspect_git(git: Git, target: pathlib.Path, locks: list[tuple[Base, Lock]])
     return state
 
 
+def installed_part(lock: Lock) -> Lock:
+    """What of a lock an installed package can show: the files below vllm/."""
+    return replace(lock, touched={path: blobs for path, blobs in lock.touched.items() if path.startswith("vllm/")})
+
+
 def _inspect_directory(target: pathlib.Path, locks: list[tuple[Base, Lock]]) -> State:
+    if not (target / "tests").is_dir():  # site-packages with a wheel, not a source tree
+        locks = [(base, installed_part(lock)) for base, lock in locks]
     founds = [blobs_on_disk(target, sorted(lock.touched)) for _, lock in locks]
     state = next((s for (base, lock), found in zip(locks, founds, strict=True) if (s := _judge(base, lock, None, found, target))), None)
     if state is None:

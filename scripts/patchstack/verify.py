@@ -40,6 +40,8 @@ def verify(target: pathlib.Path, bases: list[Base], each: bool, ui: Ui) -> Verif
             return _check(scratch, base, lock, found, base_commit, git.text("rev-parse", "HEAD"), tree, findings, each, ui)
     if each:
         raise Refused(f"{target} is a plain directory: it has no commits to check one by one", "leave --each out, or apply to a new --dest and verify that")
+    if not (target / "tests").is_dir():
+        lock = state.installed_part(lock)
     upstream, laid = fetch(base, "auto", ui), import_directory(base, target, ui)
     with Git.scratch(upstream.git_dir, log=ui.git) as scratch:
         scratch.alternates = (*scratch.alternates, laid.git_dir / "objects")

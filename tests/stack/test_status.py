@@ -130,6 +130,19 @@ def test_plain_directories(applied):
     applied.run("unapply", tree, code=0)  # the directory is upstream's by now
 
 
+def test_an_installed_package_has_no_tests(applied):
+    """A wheel carries vllm/ alone: what a patch changes in tests/ cannot be looked for there."""
+    commit(applied.tree, {"tests/test_delta.py": b"# SPDX-License-Identifier: Apache-2.0\n"}, message("delta", "[Test] Delta"))
+    applied.run("export", applied.tree)
+    site = applied.room / "site-packages"
+    shutil.copytree(applied.tree / "vllm", site / "vllm", symlinks=True)
+    found = status(applied, site)
+    assert (found["state"], found["level"]) == ("applied", "touched")
+    assert applied.run("verify", site).code == 0
+    (site / "tests").mkdir()
+    assert status(applied, site)["state"] != "applied"
+
+
 def test_a_directory_of_something_else(project):
     (project.room / "other").mkdir()
     assert status(project, project.room / "other")["state"] == "wrong base"
