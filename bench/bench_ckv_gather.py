@@ -85,7 +85,7 @@ def measure(rank, context, ids, generator, repeats):
     import vllm.v1.attention.backends.mla.flashmla_ckv_gather as backend
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
-    from vllm.v1.attention.ops.ckv_gather import map_global_topk_to_gathered_ckv
+    from vllm.v1.attention.ops.ckv_remap import map_global_topk_to_gathered_ckv
     from vllm.v1.attention.ops.dcp import correct_attn_out
 
     world, heads = rank.world, HEADS // TP

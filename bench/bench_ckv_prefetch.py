@@ -40,7 +40,7 @@ import torch  # noqa: E402
 
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.triton_utils import tl, triton  # noqa: E402
-from vllm.v1.attention.ops import ckv_gather  # noqa: E402
+from vllm.v1.attention.ops import ckv_gather, ckv_remap  # noqa: E402
 from vllm.v1.worker import workspace  # noqa: E402
 
 PAGE, RECORD, LATENT, ROPE = 64, 656, 512, 64
@@ -159,7 +159,7 @@ class Step:
                     gathered = ckv_gather.gather_ckv(layer.kv_cache, plan, self.workspace, self.group, wait=False)
                 else:
                     gathered = self.workspace.gathered[: plan.gathered_rows]
-                slots, counts = ckv_gather.map_global_topk_to_gathered_ckv(
+                slots, counts = ckv_remap.map_global_topk_to_gathered_ckv(
                     self.topk_ids, plan.req_ids, plan.causal_lens, plan.rank_req_starts, plan.padded_total, plan.dcp_world_size, plan.interleave,
                     out=self.slots_out, counts=self.counts,
                 )  # fmt: skip

@@ -58,9 +58,9 @@ from vllm.v1.attention.ops.ckv_gather import (
     CKVGatherPlanner,
     capturing,
     gather_ckv,
-    map_global_topk_to_gathered_ckv,
     reserve_ckv_gather_workspace,
 )
+from vllm.v1.attention.ops.ckv_remap import map_global_topk_to_gathered_ckv
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 

@@ -12,9 +12,9 @@ from vllm.v1.attention.ops.ckv_gather import (
     CKVGatherConfig,
     await_ckv,
     gather_ckv,
-    map_global_topk_to_gathered_ckv,
     reserve_ckv_gather_workspace,
 )
+from vllm.v1.attention.ops.ckv_remap import map_global_topk_to_gathered_ckv
 from vllm.v1.worker.workspace import current_workspace_manager
 
 if TYPE_CHECKING:
