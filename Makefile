@@ -48,5 +48,9 @@ wheel:
 bundle:
 	$(PYTHON) apply.py bundle $(ref) --$(or $(KIND),layer)
 
+gpu_benches = bench/bench_query_split.py bench/bench_ckv_gather.py bench/bench_ckv_prefetch.py
 bench:
 	$(PYTHON) bench/bench_apply.py
+	@if command -v nvidia-smi >/dev/null && $(PYTHON) -c 'import vllm' 2>/dev/null; then \
+	  for b in $(gpu_benches); do $(PYTHON) $$b || exit 1; done; \
+	else echo "not run, no GPU or no vllm to import here: $(gpu_benches)"; fi
