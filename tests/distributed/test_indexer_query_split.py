@@ -14,6 +14,8 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import sparse_attn_indexer as indexer
@@ -207,6 +209,25 @@ def test_builder_balances_rows_with_their_constant_cost():
         assert sizes[0] in (100, 101, 102) and sum(sizes) == 200
 
 
+def _aligned(rank, world, dcp, requests, rows_of_a_chunk):
+    with vllm_world(rank, world) as config:
+        _world(config, world, dcp)
+        batch = make_batch(1, SHAPE, True, [1], requests)
+        batch.logits_elems = rows_of_a_chunk * max(length for length, _ in requests)
+        common = common_metadata(batch, SHAPE, parallel_state.get_dcp_group().rank_in_group, dcp)
+        metadata = build(make_builder(make_config(SHAPE, world, dcp, 1), SHAPE, True), batch, common)
+        return metadata.prefill.row_shard_sizes, [chunk.token_end for chunk in metadata.prefill.chunks]
+
+
+def test_builder_aligns_slices_to_chunks():
+    """A decode row, then 240 rows: halves by their work, 124 with two whole chunks of 62."""
+    for sizes, ends in run_ranks(_aligned, 4, 2, [(9, 1), (240, 240)], 62, env={FLAG: "1"}, timeout=200):
+        assert ends == [63, 125, 187, 241]
+        assert sizes == [124, 116]
+    for sizes, _ in run_ranks(_aligned, 4, 2, [(9, 1), (240, 240)], 50, env={FLAG: "1"}, timeout=200):  # 100 and 150 are too far
+        assert sizes[0] in (120, 121)
+
+
 def _flag_off(rank, world, dcp, missing):
     with vllm_world(rank, world) as config:
         _world(config, world, dcp)
@@ -300,6 +321,30 @@ def test_slices_have_equal_work():
         shares = [work[a:b].sum() / work.sum() for a, b in zip(bounds, bounds[1:], strict=False)]
         assert max(abs(share - 1 / q) for share in shares) < 1e-3, shares
     assert max(sizes(65536, 8192, 4)) < 1.1 * 2048
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=2, max_size=8), st.lists(st.integers(1, 5000), min_size=1, max_size=12))
+def test_alignment_moves_bounds_a_little(sizes, chunk_rows):
+    ends = np.cumsum(chunk_rows).tolist()
+    aligned = query_split.align_row_shards(sizes, ends)
+    limit = min(128, sum(sizes) // len(sizes) // 16)
+    assert len(aligned) == len(sizes) and sum(aligned) == sum(sizes) and min(aligned) >= 1
+    before, after = np.cumsum(sizes)[:-1].tolist(), np.cumsum(aligned)[:-1].tolist()
+    for bound, moved in zip(before, after, strict=True):
+        assert moved == bound or (moved in ends and abs(moved - bound) <= limit)
+    # Slices that are wide enough for both of their bounds to move take every chunk bound that is near.
+    if min(sizes) > 2 * limit:
+        for bound, moved in zip(before, after, strict=True):
+            near = min(abs(end - bound) for end in ends)
+            assert abs(moved - bound) == (near if near <= limit else 0)
+
+
+def test_alignment_of_the_benchmark():
+    """64k of context, four slices in chunks of 2,048 rows: no slice has a remnant of another chunk."""
+    assert query_split.align_row_shards([2141, 2075, 2015, 1961], [2048, 4096, 6144, 8192]) == [2048] * 4
+    assert query_split.align_row_shards(None, [5]) is None
+    assert query_split.align_row_shards([3, 4], []) == [3, 4]
 
 
 def _exchange(rank, world, cases):

@@ -12,6 +12,7 @@ for one of them has none for the others either. All decisions here come from the
 config, flags and scheduler lengths, which all ranks share.
 """
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,11 @@ logger = init_logger(__name__)
 # merge do not depend on the context. Without it, the slice with the shortest contexts
 # of a fresh prompt would get most of the rows and merge the longest.
 ROW_COST_KEYS = 8192
+
+# Scoring runs chunk by chunk, and a few rows occupy the GPU as long as one wave of row
+# blocks (264 rows on an H200). A slice that reaches this many rows into a chunk would
+# pay for them twice; as many rows more or less are within its balance.
+MAX_ALIGN_ROWS = 128
 
 
 def _why_unsplit(vllm_config: "VllmConfig") -> str | None:
@@ -83,6 +89,29 @@ def query_split_size(vllm_config: "VllmConfig") -> int:
         size,
     )
     return size
+
+
+def align_row_shards(
+    sizes: list[int] | None, chunk_ends: list[int]
+) -> list[int] | None:
+    """Move the bounds of slices that nearly are chunk bounds onto them.
+
+    By at most MAX_ALIGN_ROWS and 1/16 of a mean slice; a slice keeps at least a row.
+
+    Args:
+        sizes: rows of each slice, or None, which stays None.
+        chunk_ends: behind the last row of each chunk, counted as the slices are.
+
+    """
+    if sizes is None or not chunk_ends:
+        return sizes
+    limit = min(MAX_ALIGN_ROWS, sum(sizes) // (16 * len(sizes)))
+    bounds = list(itertools.accumulate(sizes, initial=0))
+    for i in range(1, len(sizes)):
+        end = min(chunk_ends, key=lambda end: abs(end - bounds[i]))
+        if abs(end - bounds[i]) <= limit and bounds[i - 1] < end < bounds[i + 1]:
+            bounds[i] = end
+    return [stop - start for start, stop in itertools.pairwise(bounds)]
 
 
 def _has_all_gatherv() -> bool:
