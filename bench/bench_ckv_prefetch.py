@@ -49,11 +49,14 @@ SCALE = (LATENT + ROPE) ** -0.5
 
 
 @triton.jit
-def _link_kernel(src, dst, n, BLOCK: tl.constexpr):
+def _link_kernel(own, others, dst, n, total, BLOCK: tl.constexpr):
+    """dst [total] = own [n], then others: one launch, like an all-gather."""
     step = tl.num_programs(0) * BLOCK
-    for start in range(tl.program_id(0) * BLOCK, n, step):
+    for start in range(tl.program_id(0) * BLOCK, total, step):
         index = start + tl.arange(0, BLOCK)
-        tl.store(dst + index, tl.load(src + index, mask=index < n), mask=index < n)
+        mine = tl.load(own + index, mask=index < n)
+        theirs = tl.load(others + index - n, mask=(index >= n) & (index < total))
+        tl.store(dst + index, tl.where(index < n, mine, theirs), mask=index < total)
 
 
 def make_records(rows, device):
@@ -74,14 +77,15 @@ class Link:
         self.source = source.cpu().pin_memory() if kind == "host" else source
 
     def __call__(self, gathered, local, group):
+        if self.kind == "sm":
+            own, target = local.view(torch.int64), gathered.view(torch.int64)
+            _link_kernel[(self.programs,)](own, self.source.view(torch.int64), target, own.numel(), target.numel(), BLOCK=4096, num_warps=8)
+            return
         shares = gathered.view(self.world, -1)
         shares[0].copy_(local)
         others = shares[1:].reshape(-1)
         if self.kind == "host":
             others.copy_(self.source[: others.numel()], non_blocking=True)
-        elif self.kind == "sm":
-            words = others.numel() // 8
-            _link_kernel[(self.programs,)](self.source[: others.numel()].view(torch.int64), others.view(torch.int64), words, BLOCK=4096, num_warps=8)
 
 
 class Step:
@@ -206,7 +210,7 @@ def main():
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--interleave", type=int, default=64)
     parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--topk", type=int, default=2048)
     parser.add_argument("--link-programs", type=int, default=16, help="thread blocks of the sm link")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "out" / "ckv_prefetch.json")

@@ -61,22 +61,24 @@ class Timer:
 
         setattr(owner, name, timed)
 
-    def run(self, function, repeats: int) -> dict[str, float]:
-        """Median ms of the whole call and of its parts."""
-        samples: dict[str, list[float]] = {}
+    def run(self, functions, repeats: int) -> list[dict[str, float]]:
+        """Median ms of each call and of its parts; the calls take turns, so that clocks drift for all alike."""
+        samples: list[dict[str, list[float]]] = [{} for _ in functions]
         for i in range(repeats + 3):
-            self.spans = {}
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
-            if i < 3:
-                continue
-            samples.setdefault("all", []).append(start.elapsed_time(end))
-            for part in PARTS:
-                samples.setdefault(part, []).append(sum(a.elapsed_time(b) for a, b in self.spans.get(part, [])))
-        return {part: statistics.median(values) for part, values in samples.items()}
+            for function, seen in zip(functions, samples, strict=True):
+                self.spans = {}
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                torch.cuda._sleep(3_000_000)  # the host gets ahead, as in an engine: launch time does not count
+                start.record()
+                function()
+                end.record()
+                end.synchronize()
+                if i < 3:
+                    continue
+                seen.setdefault("all", []).append(start.elapsed_time(end))
+                for part in PARTS:
+                    seen.setdefault(part, []).append(sum(a.elapsed_time(b) for a, b in self.spans.get(part, [])))
+        return [{part: statistics.median(values) for part, values in seen.items()} for seen in samples]
 
 
 class StubDcpGroup:
@@ -129,7 +131,8 @@ def measure(timer, tp, dcp, context, tokens, interleave, repeats, row_cost):
     ops.indexer_k_quant_and_cache(keys, cache, torch.arange(pages * BLOCK, device="cuda"), 128, "ue8m0")
     buffer = torch.full((tokens, TOPK), -1, dtype=torch.int32, device="cuda")
 
-    def times(split: bool, rank: int):
+    def prepare(split: bool, rank: int):
+        """The call, the rows of each rank, and the number of chunks."""
         split_group = StubSplitGroup(q, rank)
         query_split.get_query_split_group = indexer.get_query_split_group = lambda: split_group
         config = make_config(shape, tp, dcp, interleave)
@@ -139,20 +142,21 @@ def measure(timer, tp, dcp, context, tokens, interleave, repeats, row_cost):
         sizes = metadata.prefill.row_shard_sizes
         assert (sizes is not None) == split
         context_ = types.SimpleNamespace(attn_metadata={LAYER: metadata}, cudagraph_runtime_mode=CUDAGraphMode.NONE)
-        indexer.get_forward_context = lambda: context_
 
         def call():
+            indexer.get_query_split_group = lambda: split_group
+            indexer.get_forward_context = lambda: context_
             indexer.sparse_attn_indexer(
                 batch.q, LAYER, cache, batch.q, None, None, batch.weights, 128, None, TOPK, DIM, context, context, buffer, True, False, False, "",
                 dcp_rank=0, dcp_world_size=dcp, cp_kv_cache_interleave_size=interleave, skip_topk_buffer_clear=True,
             )  # fmt: skip
 
-        return timer.run(call, repeats), sizes, len(metadata.prefill.chunks)
+        return call, sizes, len(metadata.prefill.chunks)
 
-    unsplit, _, chunks = times(False, 0)
-    split = [times(True, rank) for rank in range(q)]
-    sizes = split[0][1]
-    ranks = [{**t, "score+topk": t["score"] + t["topk"], "rows": sizes[i]} for i, (t, _, _) in enumerate(split)]
+    prepared = [prepare(False, 0)] + [prepare(True, rank) for rank in range(q)]
+    chunks, sizes = prepared[0][2], prepared[1][1]
+    unsplit, *split = timer.run([call for call, _, _ in prepared], repeats)
+    ranks = [{**t, "score+topk": t["score"] + t["topk"], "rows": rows} for t, rows in zip(split, sizes, strict=True)]
     unsplit["score+topk"] = unsplit["score"] + unsplit["topk"]
     worst = {part: max(rank[part] for rank in ranks) for part in ("score+topk", "all", "merge")}
 
@@ -174,7 +178,7 @@ def main():
     parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 65536, 131072])
     parser.add_argument("--tokens", type=int, default=8192, help="rows of the chunk")
     parser.add_argument("--interleave", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--row-cost", type=int, default=None, help="another ROW_COST_KEYS, to tune the balance")
     args = parser.parse_args()
     os.environ[FLAG] = "1"

@@ -100,9 +100,9 @@ def test_remap_against_dealing(size, topk, num_rows, data):
         request = data.draw(st.integers(0, len(seq_lens) - 1))
         length = seq_lens[request]
         requests.append(request)
-        causal.append(data.draw(st.integers(0, length)))
+        causal.append(data.draw(st.integers(-1, length)))
         # Ids beyond the bound, beyond the request, duplicates and -1 anywhere.
-        ids.append(data.draw(st.lists(st.integers(-1, length + 3), min_size=topk, max_size=topk)))
+        ids.append(data.draw(st.lists(st.one_of(st.integers(-1, length + 3), st.just(-(2**31))), min_size=topk, max_size=topk)))
     slots, counts = remap(ids, requests, causal, layout, world, interleave)
     for row in range(num_rows):
         assert (slots[row], counts[row]) == oracle_row(where, requests[row], causal[row], ids[row])
