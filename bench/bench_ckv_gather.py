@@ -9,14 +9,17 @@ writes bench/out/ckv_gather.json and bench/out/ckv_gather.svg.
 """
 import argparse
 import json
+import os
 import pathlib
 import statistics
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+# Before vllm is imported: the direct paths look for the peers, and there are none.
+os.environ.update(VLLM_USE_DIRECT_DCP_A2A="0", VLLM_USE_DIRECT_DCP_Q_GATHER="0", VLLM_USE_DIRECT_DCP_KV_GATHER="0", VLLM_NO_USAGE_STATS="1")
 
-from tests.gpu._ckv_ranks import LATENT, PAGE, ROPE, Rank, quantize  # noqa: E402  (sets the environment before vllm)
+from tests.gpu._ckv_ranks import LATENT, PAGE, ROPE, Rank, quantize  # noqa: E402
 
 import torch  # noqa: E402
 

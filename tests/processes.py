@@ -6,8 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-# What gloo tells a rank whose peer is gone: that peer's own error is the one to show.
-_LOST_PEER = "Connection closed by peer"
+# What gloo and NCCL tell a rank whose peer is gone: that peer's own error is the one to show.
+_LOST_PEER = ("Connection closed by peer", "remote process exited or there was a network error")
+
+
+def _lost_peer(text: str) -> bool:
+    return any(words in text for words in _LOST_PEER)
 
 
 def free_port() -> int:
@@ -28,7 +32,7 @@ def collect(processes: Sequence, results, timeout: float) -> list[Any]:
     failed: dict[int, str] = {}
     deadline = time.monotonic() + timeout
     try:
-        while len(done) + len(failed) < world and all(_LOST_PEER in text for text in failed.values()):
+        while len(done) + len(failed) < world and all(map(_lost_peer, failed.values())):
             try:
                 rank, ok, value = results.get(timeout=0.2)
             except queue.Empty:
@@ -42,6 +46,6 @@ def collect(processes: Sequence, results, timeout: float) -> list[Any]:
         for process in processes:
             process.kill()
             process.join()
-    for rank, text in sorted(failed.items(), key=lambda item: _LOST_PEER in item[1]):
+    for rank, text in sorted(failed.items(), key=lambda item: _lost_peer(item[1])):
         raise AssertionError(f"rank {rank} failed:\n{text}")
     return [done[r] for r in range(world)]

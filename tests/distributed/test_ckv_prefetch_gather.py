@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import run_ranks, vllm_world
-from tests.gpu._ckv_prefetch import ENV, SCENARIO, Model, Solo, compare, lookaheads
+from tests.gpu._ckv_prefetch import ENV, SCENARIO, Model, Solo, check, compare, random_scenario
 from tests.gpu._ckv_ranks import Batch, Rank, use_torch_ops
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(400)]
@@ -37,12 +37,17 @@ def _compare(rank, world, interleaves, layers):
 def test_gathered_bytes_are_the_caches_bytes(world, interleaves, layers):
     """3 and more steps, odd and even layer counts, chunks of several requests. The gathers on each communicator are counted:
     a prefetch that never starts would pass the comparison."""
-    for wrong, gathers in ranks(world, _compare, interleaves, layers):
-        for interleave in interleaves:
-            assert wrong[interleave, False] == wrong[interleave, True] == []
-            assert gathers[interleave, False] == [len(SCENARIO) * layers, 0]
-            # One gather on the main communicator in any case: of everything, or of the chunk.
-            assert gathers[interleave, True] == [len(SCENARIO) * layers, lookaheads(SCENARIO, layers)]
+    check(ranks(world, _compare, interleaves, layers), SCENARIO, interleaves, layers)
+
+
+def _random_steps(rank, world, scenario):
+    return compare(rank, world, "cpu", (16,), 3, True, scenario, ahead=5, host_delays=True, max_len=512)
+
+
+def test_random_steps():
+    """The scenario of tests/gpu/test_ckv_prefetch_gpu.py over NCCL, shorter."""
+    scenario = random_scenario(2, 40)
+    check(ranks(2, _random_steps, scenario), scenario, (16,), 3)
 
 
 def _odd_paths(rank, world):
@@ -77,8 +82,8 @@ def _solo(rank, world):
     bad = []
     for prefetch in (False, True):
         model = Solo(4, "cpu", interleave=16, layers=3, prefetch=prefetch)
-        for number, (batch, decodes) in enumerate(SCENARIO):
-            step = model.start(number, batch, decodes)
+        for number, planned in enumerate(SCENARIO):
+            step = model.start(number, *planned)
             bad += [(number, layer) for layer in model.wrong_layers(step, model.run(step))]
     return bad
 
@@ -120,13 +125,12 @@ def _mutant(rank, world, how):
             init(self, staging, [buffers[0]] * 2, *args)
 
         binding.CKVPrefetcher.__init__ = same
-    wrong, _ = compare(rank, world, "cpu", (1,), 3)
-    return wrong[1, True]
+    return [compare(rank, world, "cpu", (1,), 3, scenario=scenario)[0][1, True] for scenario in (SCENARIO, random_scenario(0, 12))]
 
 
 @pytest.mark.parametrize("how", ["no-append", "first-history", "stale", "shared-buffer"])
 def test_broken_on_purpose_is_seen(how):
-    assert all(ranks(2, _mutant, how))
+    assert all(wrong for found in ranks(2, _mutant, how) for wrong in found)
 
 
 def _attention(rank, world, layer_kind):

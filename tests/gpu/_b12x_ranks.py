@@ -12,10 +12,9 @@ import math
 import os
 from types import SimpleNamespace as NS
 
-import numpy as np
 import torch
 
-from tests.gpu._ckv_ranks import FLAGS, LATENT, NOPE, PAGE, ROPE, SCALE, Rank, V, current_config, dequantize, flags, make_config, rows_of
+from tests.gpu._ckv_ranks import FLAGS, LATENT, PAGE, ROPE, Rank, dequantize, flags
 
 B12X_FLAGS = ("VLLM_B12X_MLA_CKV_GATHER", "VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS", "VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS")
 TOPK = 512
@@ -239,7 +238,7 @@ def b12x_flags(values):
 
 
 class B12xRank(Rank):
-    """`Rank` with B12X_MLA_SPARSE. `stand_in`: what `use_stand_in` returned."""
+    """`Rank` with B12X_MLA_SPARSE; `build` takes flags by full name. `stand_in`: what `use_stand_in` returned."""
 
     def __init__(self, rank, world, device, stand_in, **config):
         config = {
@@ -253,106 +252,17 @@ class B12xRank(Rank):
         super().__init__(rank, world, device, **config)
         self.stand_in = stand_in
         self.dtype = config.get("cache_dtype", "fp8_ds_mla")
+        self.record = RECORD_BYTES[self.dtype]
+        self.dequantize = DEQUANTIZE[self.record]
 
-    def build(self, **flag_values):
-        """New workspaces, layer, impl and builder under the given flags, by full name."""
-        from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-        from vllm.v1.attention.backends.mla.b12x_mla_sparse import B12xMLASparseBackend as Backend
-        from vllm.v1.attention.ops.dcp import MLADCPManager
-        from vllm.v1.worker import workspace
+    def backend(self):
+        from vllm.v1.attention.backends.mla.b12x_mla_sparse import B12xMLASparseBackend
 
-        self.config = config = make_config(self.world, **self.config_args)
-        heads = config.model_config.get_num_attention_heads(config.parallel_config)
-        self.heads = slice(self.rank * heads, (self.rank + 1) * heads)
-        max_tokens = config.scheduler_config.max_num_batched_tokens
-        self.topk_buffer = torch.full((max_tokens, config.model_config.hf_text_config.index_topk), -1, dtype=torch.int32, device=self.device)
-        workspace.reset_workspace_manager()
-        workspace.init_workspace_manager(self.device)
-        with b12x_flags(flag_values), current_config(config):
-            self.impl = Backend.get_impl_cls()(
-                num_heads=heads,
-                head_size=LATENT + ROPE,
-                scale=SCALE,
-                num_kv_heads=1,
-                alibi_slopes=None,
-                sliding_window=None,
-                kv_cache_dtype=config.cache_config.cache_dtype,
-                logits_soft_cap=None,
-                attn_type="decoder",
-                kv_sharing_target_layer_name=None,
-                topk_indices_buffer=self.topk_buffer,
-                q_lora_rank=None,
-                kv_lora_rank=LATENT,
-                qk_nope_head_dim=NOPE,
-                qk_rope_head_dim=ROPE,
-                qk_head_dim=NOPE + ROPE,
-                v_head_dim=V,
-                kv_b_proj=None,
-            )
-            manager = None
-            if self.world > 1:
-                manager = MLADCPManager(
-                    vllm_config=config,
-                    device=self.device,
-                    num_heads=heads,
-                    query_head_dim=LATENT + ROPE,
-                    output_head_dim=LATENT,
-                    query_dtype=torch.bfloat16,
-                    output_dtype=torch.bfloat16,
-                    padded_num_heads=None,
-                    is_lse_base_on_e=self.impl.lse_base_on_e,
-                    use_pcp=False,
-                )
-            self.layer = self._layer(MLAAttention, manager, Backend, heads)
-            config.compilation_config.static_forward_context["layer"] = self.layer
-            self.builder = Backend.get_builder_cls()(NS(block_size=PAGE, kv_quant_mode=None), ["layer"], config, self.device)
-        workspace.lock_workspace()
-        return self
+        return B12xMLASparseBackend
 
-    def load(self, batch, seed=0):
-        """Write this rank's shard with the impl's writer to a new paged cache, pages in random order, other pages full of NaN."""
-        record = RECORD_BYTES[self.dtype]
-        local = [rows_of(n, self.rank, self.world, self.interleave) for n in batch.seq_lens]
-        pages = [len(positions) // PAGE + 1 for positions in local]
-        total = sum(pages) + 3
-        order = np.random.default_rng(seed + 17 * self.rank).permutation(total)
-        self.cache = torch.full((total, PAGE, record), 255, dtype=torch.uint8, device=self.device)
-        table = np.zeros((len(pages), max(pages)), np.int32)
-        self.records = []
-        scale = torch.ones((), device=self.device)
-        used = 0
+    def flags(self, values):
+        return b12x_flags(values)
 
-        def write(kv_c, k_pe, cache, slots):
-            self.impl.do_kv_cache_update(kv_c, k_pe[:, None], cache, slots, self.dtype, scale)
-
-        for r, positions in enumerate(local):
-            table[r, : pages[r]] = order[used : used + pages[r]]
-            used += pages[r]
-            kv_c, k_pe = batch.kv_c[r].to(self.device), batch.k_pe[r].to(self.device)
-            index = np.arange(len(positions))
-            where = torch.tensor(positions, device=self.device)
-            if len(positions):
-                write(kv_c[where], k_pe[where], self.cache, torch.tensor(table[r][index // PAGE].astype(np.int64) * PAGE + index % PAGE, device=self.device))
-            whole = torch.full((len(kv_c) // PAGE + 1, PAGE, record), 255, dtype=torch.uint8, device=self.device)
-            write(kv_c, k_pe, whole, torch.arange(len(kv_c), device=self.device))
-            self.records.append(whole.view(-1, record)[: len(kv_c)])
-        self.block_table = torch.tensor(table, device=self.device)
-        self.topk_buffer.fill_(-1)
-        self.topk_buffer[: batch.num_tokens] = batch.ids
-        self.layer.W_UK_T = batch.w_uk[self.heads]
-        self.layer.W_UV = batch.w_uv[self.heads]
-
-    def reference(self, batch):
-        """float64 [tokens, local heads * V]: dense attention of this rank's heads over the selected records."""
-        q_nope, q_pe = batch.q[:, self.heads].split([NOPE, ROPE], dim=-1)
-        # The absorbed query is an input of the attention: round it as the layer does.
-        ql_nope = torch.bmm(q_nope.transpose(0, 1), self.layer.W_UK_T).transpose(0, 1)
-        query = torch.cat([ql_nope, q_pe], -1).to(torch.float64)
-        keys = [DEQUANTIZE[records.shape[-1]](records) for records in self.records]
-        out = []
-        for row in range(batch.num_tokens):
-            ids = batch.ids[row]
-            chosen = keys[batch.request_of[row]][ids[(ids >= 0) & (ids < batch.causal[row])].long()]
-            latent = torch.softmax(query[row] @ chosen.T * SCALE, -1) @ chosen[:, :LATENT]
-            out.append(torch.einsum("hl,hlv->hv", latent, self.layer.W_UV.to(torch.float64)).flatten())
-        return torch.stack(out)
+    def write(self, kv_c, k_pe, cache, slots):
+        """By the impl's writer."""
+        self.impl.do_kv_cache_update(kv_c, k_pe[:, None], cache, slots, self.dtype, torch.ones((), device=self.device))

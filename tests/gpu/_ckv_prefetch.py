@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of a few layers on one rank whose caches hold known bytes, for comparing gathered buffers byte for byte.
 
-Serves the CPU (gloo ranks, everything inline) and the GPU (real streams, random sleeps on both). Real: planner, workspace,
+Serves the CPU (gloo ranks, everything inline) and GPUs (real streams, random sleeps on both). Real: planner, workspace,
 gather, prefetch, process groups. Not real: attention, which copies the gathered buffer instead.
 """
 import contextlib
-import os
 import random
+import time
 from types import SimpleNamespace as NS
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,14 @@ def records(layer, request, positions, steps):
     return (mixed >> np.uint64(56)).astype(np.uint8)
 
 
+class Step(NamedTuple):
+    """One step of a scenario: [(request, query tokens)] behind one-token decodes; requests that ended before it may come anew."""
+
+    batch: list[tuple[int, int]]
+    decodes: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+
+
 class Layer:
     def __init__(self, index, cache):
         self.layer_name = f"model.layers.{index}.self_attn.attn"
@@ -34,18 +43,20 @@ class Layer:
 
 
 class Model:
-    """`layers` layers of one lane; requests by number; `steps` of [(request, query tokens)].
+    """`layers` layers of one lane; requests by number.
 
-    A request's pages are random, other pages hold 255. `delays`: sleep on a GPU's streams at random.
+    A request's pages are random, other pages hold 255. `delays`: sleep at random, unlike other ranks, on a GPU's streams;
+    `host_delays`: on the host too.
     """
 
-    def __init__(self, rank, world, device, *, interleave, layers, prefetch, requests=8, max_len=2048, max_tokens=512, delays=False, min_history=1):
+    def __init__(self, rank, world, device, *, interleave, layers, prefetch, requests=8, max_len=2048, max_tokens=512, delays=False, host_delays=False, min_history=1):
         from vllm.v1.attention.ops import ckv_gather, ckv_prefetch_torch
         from vllm.v1.worker import workspace
 
         ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY = min_history
         self.rank, self.world, self.device, self.interleave = rank, world, torch.device(device), interleave
         self.random = random.Random(rank) if delays else None
+        self.host_delays = host_delays
         self.config = ckv_gather.CKVGatherConfig(
             dcp_world_size=world, dcp_rank=rank, interleave=interleave, min_tokens=0, max_tokens=requests * max_len, max_num_seqs=requests,
             max_num_batched_tokens=max_tokens, record_bytes=RECORD, decode_query_len=1, prefetch=prefetch,
@@ -80,14 +91,20 @@ class Model:
         return get_dcp_group()
 
     def sleep(self):
-        if self.random is not None and self.device.type == "cuda" and self.random.random() < 0.5:
+        if self.random is None:
+            return
+        if self.device.type == "cuda" and self.random.random() < 0.5:
             torch.cuda._sleep(self.random.randrange(10_000, 3_000_000))
+        if self.host_delays and self.random.random() < 0.2:
+            time.sleep(self.random.random() * 0.003)
 
     def shard(self, request, rank):
         return deal(self.lengths[request], self.world, self.interleave)[rank]
 
-    def start(self, step, batch, decodes=()):
-        """Schedule [(request, query tokens)] behind one-token decodes: the plan, lengths advanced."""
+    def start(self, step, batch, decodes=(), ended=()):
+        """Schedule a `Step`: the plan, lengths advanced. Its writes and its expected buffers are fixed from now on."""
+        for request in ended:
+            del self.lengths[request], self.step_of[request]
         rows = [(request, 1) for request in decodes] + list(batch)
         for request, query in rows:
             done = self.lengths.get(request, 0)
@@ -179,8 +196,8 @@ class Solo(Model):
     def group(self):
         return self.dcp
 
-    def start(self, number, batch, decodes=()):
-        step = super().start(number, batch, decodes)
+    def start(self, number, batch, decodes=(), ended=()):
+        step = super().start(number, batch, decodes, ended)
         chunk = {request: self.lengths[request] - query for request, query in batch}
         step.sent = {}
         for layer in self.layers:
@@ -228,17 +245,34 @@ class Solo(Model):
             ckv_gather.all_gather_bytes = before
 
 
-# Steps of [(request, query tokens)] and the decodes before them: chunks of several requests, second and later chunks, requests
-# that join midway, one that finishes while another decodes, a batch without history, history of one request only.
+# Chunks of several requests, second and later chunks, requests that join midway, one that finishes while another decodes, a batch
+# without history, history of one request only.
 SCENARIO = [
-    ([(0, 70), (1, 33)], ()),
-    ([(0, 50), (2, 40)], (1,)),
-    ([(0, 64), (2, 7), (3, 129)], (1,)),
-    ([(4, 90), (5, 1)], ()),
-    ([(5, 20), (3, 1), (4, 65), (0, 3)], (2,)),
-    ([(6, 128)], ()),
-    ([(6, 128)], (0, 1, 2)),
+    Step([(0, 70), (1, 33)]),
+    Step([(0, 50), (2, 40)], (1,)),
+    Step([(0, 64), (2, 7), (3, 129)], (1,)),
+    Step([(4, 90), (5, 1)]),
+    Step([(5, 20), (3, 1), (4, 65), (0, 3)], (2,)),
+    Step([(6, 128)]),
+    Step([(6, 128)], (0, 1, 2)),
 ]
+
+
+def random_scenario(seed, steps, *, requests=8, max_len=512, max_chunk=90):
+    """Steps of one to three chunks behind some decodes; a request that is full, or at random, ends and may come anew."""
+    rng = random.Random(seed)
+    lengths, scenario = {}, []
+    for _ in range(steps):
+        ended = tuple(r for r in sorted(lengths) if lengths[r] > max_len - max_chunk or rng.random() < 0.03)
+        for request in ended:
+            del lengths[request]
+        order = rng.sample(range(requests), requests)
+        batch = [(request, rng.randint(1, max_chunk)) for request in order[: rng.randint(1, 3)]]
+        decodes = tuple(request for request in order[3:] if request in lengths and rng.random() < 0.4)
+        for request, query in [*batch, *((d, 1) for d in decodes)]:
+            lengths[request] = lengths.get(request, 0) + query
+        scenario.append(Step(batch, decodes, ended))
+    return scenario
 
 
 @contextlib.contextmanager
@@ -263,8 +297,11 @@ def sleepy(model):
         ckv_prefetch_torch.copy_ckv_segments, ckv_gather.all_gather_bytes = copy, gather
 
 
-def compare(rank, world, device, interleaves, layers, delays=False, scenario=SCENARIO):
-    """The scenario with and without prefetch: {(interleave, prefetch): wrong (step, layer)}, and gathers on each group."""
+def compare(rank, world, device, interleaves, layers, delays=False, scenario=SCENARIO, ahead=1, **model_arguments):
+    """The scenario with and without prefetch: {(interleave, prefetch): wrong (step, layer)}, and gathers on each group.
+
+    So many steps as `ahead` says are enqueued before the host looks at the bytes of any.
+    """
     from vllm.distributed.parallel_state import get_ckv_prefetch_group
     from vllm.v1.attention.ops import ckv_gather
 
@@ -272,7 +309,7 @@ def compare(rank, world, device, interleaves, layers, delays=False, scenario=SCE
     for interleave in interleaves:
         seen = {}
         for prefetch in (False, True):
-            model = Model(rank, world, device, interleave=interleave, layers=layers, prefetch=prefetch, delays=delays)
+            model = Model(rank, world, device, interleave=interleave, layers=layers, prefetch=prefetch, delays=delays, **model_arguments)
             bad, count = [], [0, 0]
             gather = ckv_gather.all_gather_bytes
 
@@ -283,14 +320,19 @@ def compare(rank, world, device, interleaves, layers, delays=False, scenario=SCE
             ckv_gather.all_gather_bytes = counted
             try:
                 with sleepy(model):
-                    for number, (batch, decodes) in enumerate(scenario):
-                        step = model.start(number, batch, decodes)
-                        copies = model.run(step)
-                        bad += [(number, layer) for layer in model.wrong_layers(step, copies)]
-                        for layer, copy in copies.items():
-                            if prefetch and not torch.equal(copy, seen[number, layer]):
-                                bad.append((number, layer, "differs from the synchronous gather"))
-                            seen[number, layer] = copy
+                    for first in range(0, len(scenario), ahead):
+                        started = []
+                        for number, step in enumerate(scenario[first : first + ahead], first):
+                            plan = model.start(number, *step)
+                            started.append((number, plan, [model.expected(layer.index, plan) for layer in model.layers]))
+                        ran = [(number, expected, model.run(plan)) for number, plan, expected in started]
+                        for number, expected, copies in ran:
+                            for layer, copy in copies.items():
+                                if not np.array_equal(copy.cpu().numpy(), expected[layer]):
+                                    bad.append((number, layer))
+                                if prefetch and not torch.equal(copy, seen[number, layer]):
+                                    bad.append((number, layer, "differs from the synchronous gather"))
+                                seen[number, layer] = copy
             finally:
                 ckv_gather.all_gather_bytes = gather
             wrong[interleave, prefetch], gathers[interleave, prefetch] = bad, count
@@ -300,7 +342,9 @@ def compare(rank, world, device, interleaves, layers, delays=False, scenario=SCE
 def lookaheads(scenario, layers):
     """Gathers that the scenario prefetches: every layer but the first of each step with history, after the first step."""
     lengths, total = {}, 0
-    for number, (batch, decodes) in enumerate(scenario):
+    for number, (batch, decodes, ended) in enumerate(scenario):
+        for request in ended:
+            del lengths[request]
         history = sum(lengths.get(request, 0) for request, _ in batch)
         total += (layers - 1) * (number > 0 and history > 0)
         for request, query in [*batch, *((d, 1) for d in decodes)]:
@@ -308,22 +352,14 @@ def lookaheads(scenario, layers):
     return total
 
 
-def nccl_rank(fn, rank, world, *args):
-    """`fn(rank, world, *args)` with one GPU per rank and NCCL; the environment names rank, world and master."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    os.environ["VLLM_DISABLE_PYNCCL"] = "0"
-    torch.cuda.set_device(rank)
-    parallel_state.set_custom_all_reduce(False)
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(world, rank, "env://", rank, backend="nccl")
-        parallel_state.initialize_model_parallel(world, 1, 1, world, backend="nccl")
-        try:
-            return fn(rank, world, *args)
-        finally:
-            parallel_state.destroy_model_parallel()
-            parallel_state.destroy_distributed_environment()
+def check(results, scenario, interleaves, layers):
+    """Of every rank's `compare`: right bytes, one gather a layer on the main communicator, the others on the prefetch group's."""
+    for wrong, gathers in results:
+        for interleave in interleaves:
+            assert wrong[interleave, False] == wrong[interleave, True] == []
+            assert gathers[interleave, False] == [len(scenario) * layers, 0]
+            # One gather on the main communicator in any case: of everything, or of the chunk.
+            assert gathers[interleave, True] == [len(scenario) * layers, lookaheads(scenario, layers)]
 
 
 def attention_outputs(Rank, Batch, rank, world, device, prefetch, layer_kind, *, layers=3, heads=16, topk=128, **config):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a DCP group with vLLM's real FlashMLA sparse builder and impl, real layers and a real paged cache.
 
-The same rank serves the GPU (W processes on one device, collectives over gloo) and the CPU, where `tests.distributed`
+The same rank serves GPUs (processes of tests/gpu/ranks.py, over NCCL or gloo) and the CPU, where `tests.distributed`
 replaces the compiled operations by torch references (`use_torch_ops`). Everything is made from seeds, so all ranks hold the
 same requests, queries, records and ids; each keeps its shard of the cache and its heads.
 
@@ -10,20 +10,11 @@ Two layers run the same batch: MLAAttention.forward_impl ("generic") and the fus
 import contextlib
 import importlib.util
 import math
-import multiprocessing
 import os
 import pathlib
 import sys
-import traceback
 import types
 from types import SimpleNamespace as NS
-
-# Before vllm is imported: PyNCCL and symmetric memory take two ranks on one device for peers.
-ONE_DEVICE = dict(
-    VLLM_DISABLE_PYNCCL="1", VLLM_USE_DIRECT_DCP_A2A="0", VLLM_USE_DIRECT_DCP_Q_GATHER="0", VLLM_USE_DIRECT_DCP_KV_GATHER="0", VLLM_NO_USAGE_STATS="1"
-)
-if os.environ.get("TRITON_INTERPRET") != "1":
-    os.environ.update(ONE_DEVICE)
 
 
 def stub_flash_attention() -> None:
@@ -52,8 +43,6 @@ stub_flash_attention()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-
-from tests.processes import collect, free_port  # noqa: E402
 
 NOPE, ROPE, LATENT, V = 128, 64, 512, 128
 PAGE = 64
@@ -229,19 +218,35 @@ def quantize(kv_c, k_pe):
 class Rank:
     """This process's rank of a DCP group of `world`, which exists already."""
 
+    record = 656  # bytes
+    dequantize = staticmethod(dequantize)
+
     def __init__(self, rank, world, device, **config):
         self.rank, self.world = rank, world
-        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
+        self.device = torch.empty(0, device=device).device  # of "cuda", the current GPU
         self.config_args = config
         self.interleave = config.get("interleave", 1)
 
+    def backend(self):
+        from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+
+        return FlashMLASparseBackend
+
+    def flags(self, values):
+        return flags(**values)
+
+    def write(self, kv_c, k_pe, cache, slots):
+        from vllm import _custom_ops as ops
+
+        ops.concat_and_cache_mla(kv_c, k_pe, cache, slots, kv_cache_dtype="fp8_ds_mla", scale=torch.ones((), device=self.device))
+
     def build(self, **flag_values):
-        """New workspaces, layer, impl and builder under the given VLLM_DCP_ flags."""
+        """New workspaces, layer, impl and builder under the given flags, as `flags` names them."""
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-        from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl, FlashMLASparseMetadataBuilder
         from vllm.v1.attention.ops.dcp import MLADCPManager
         from vllm.v1.worker import workspace
 
+        backend = self.backend()
         self.config = config = make_config(self.world, **self.config_args)
         heads = config.model_config.get_num_attention_heads(config.parallel_config)
         self.heads = slice(self.rank * heads, (self.rank + 1) * heads)
@@ -250,8 +255,8 @@ class Rank:
         self.topk_buffer = torch.full((max_tokens, topk), -1, dtype=torch.int32, device=self.device)
         workspace.reset_workspace_manager()
         workspace.init_workspace_manager(self.device)
-        with flags(**flag_values), current_config(config):
-            self.impl = FlashMLASparseImpl(
+        with self.flags(flag_values), current_config(config):
+            self.impl = backend.get_impl_cls()(
                 num_heads=heads,
                 head_size=LATENT + ROPE,
                 scale=SCALE,
@@ -285,10 +290,10 @@ class Rank:
                     is_lse_base_on_e=self.impl.lse_base_on_e,
                     use_pcp=False,
                 )
-            self.layer = self._layer(MLAAttention, manager, FlashMLASparseBackend, heads)
+            self.layer = self._layer(MLAAttention, manager, backend, heads)
             config.compilation_config.static_forward_context["layer"] = self.layer
             spec = NS(block_size=PAGE, kv_quant_mode=None)
-            self.builder = FlashMLASparseMetadataBuilder(spec, ["layer"], config, self.device)
+            self.builder = backend.get_builder_cls()(spec, ["layer"], config, self.device)
         workspace.lock_workspace()
         return self
 
@@ -329,16 +334,13 @@ class Rank:
 
     def load(self, batch, seed=0):
         """Write this rank's shard of the batch to a new paged cache, pages in random order, other pages full of NaN."""
-        from vllm import _custom_ops as ops
-
         local = [rows_of(n, self.rank, self.world, self.interleave) for n in batch.seq_lens]
         pages = [len(positions) // PAGE + 1 for positions in local]
         total = sum(pages) + 3
         order = np.random.default_rng(seed + 17 * self.rank).permutation(total)
-        self.cache = torch.full((total, PAGE, 656), 255, dtype=torch.uint8, device=self.device)
+        self.cache = torch.full((total, PAGE, self.record), 255, dtype=torch.uint8, device=self.device)
         table = np.zeros((len(pages), max(pages)), np.int32)
         self.records = []
-        scale = torch.ones((), device=self.device)
         used = 0
         for r, positions in enumerate(local):
             table[r, : pages[r]] = order[used : used + pages[r]]
@@ -348,11 +350,11 @@ class Rank:
             slots = torch.tensor(table[r][index // PAGE].astype(np.int64) * PAGE + index % PAGE, device=self.device)
             where = torch.tensor(positions, device=self.device)
             if len(positions):
-                ops.concat_and_cache_mla(kv_c[where], k_pe[where], self.cache, slots, kv_cache_dtype="fp8_ds_mla", scale=scale)
+                self.write(kv_c[where], k_pe[where], self.cache, slots)
             # All records of the request, for the reference.
-            whole = torch.full((len(kv_c) // PAGE + 1, PAGE, 656), 255, dtype=torch.uint8, device=self.device)
-            ops.concat_and_cache_mla(kv_c, k_pe, whole, torch.arange(len(kv_c), device=self.device), kv_cache_dtype="fp8_ds_mla", scale=scale)
-            self.records.append(whole.view(-1, 656)[: len(kv_c)])
+            whole = torch.full((len(kv_c) // PAGE + 1, PAGE, self.record), 255, dtype=torch.uint8, device=self.device)
+            self.write(kv_c, k_pe, whole, torch.arange(len(kv_c), device=self.device))
+            self.records.append(whole.view(-1, self.record)[: len(kv_c)])
         self.block_table = torch.tensor(table, device=self.device)
         self.topk_buffer.fill_(-1)
         self.topk_buffer[: batch.num_tokens] = batch.ids
@@ -411,7 +413,7 @@ class Rank:
         for row in rows:
             r = batch.request_of[row]
             if r not in keys:
-                keys = {r: dequantize(self.records[r])}
+                keys = {r: self.dequantize(self.records[r])}
             ids = batch.ids[row]
             chosen = keys[r][ids[(ids >= 0) & (ids < batch.causal[row])].long()]
             scores = query[row] @ chosen.T * SCALE
@@ -459,70 +461,6 @@ def broken(how):
         yield
     finally:
         backend.map_global_topk_to_gathered_ckv, core.all_gather_bytes = remap, gather
-
-
-# ------------------------------------------------------------------------------------------------ ranks on one GPU
-
-
-def _gloo_on_cuda():
-    """Collectives of CUDA tensors over gloo, where the communicator's own need NCCL."""
-    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
-
-    def all_gather(self, x, dim=-1):
-        parts = [torch.empty_like(x.contiguous()) for _ in range(self.world_size)]
-        dist.all_gather(parts, x.contiguous(), group=self.device_group)
-        return torch.cat(parts, dim % x.dim())
-
-    def reduce_scatter(self, x, dim=-1):
-        dim = dim % x.dim()
-        y = x.contiguous().float().clone()
-        dist.all_reduce(y, group=self.device_group)
-        n = x.shape[dim] // self.world_size
-        return y.narrow(dim, self.rank_in_group * n, n).to(x.dtype).contiguous()
-
-    CudaCommunicator.all_gather, CudaCommunicator.reduce_scatter = all_gather, reduce_scatter
-
-
-@contextlib.contextmanager
-def gpu_world(rank, world):
-    """vLLM's groups over gloo with TP = DCP = `world`, every rank on cuda:0."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.platforms import current_platform
-
-    torch.cuda.set_device(0)
-    type(current_platform).dist_backend = "gloo"
-    _gloo_on_cuda()
-    parallel_state.set_custom_all_reduce(False)
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(world, rank, "env://", 0, backend="gloo")
-        parallel_state.initialize_model_parallel(world, 1, 1, world, backend="gloo")
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
-
-
-def _gpu_rank_main(fn, rank, world, port, args, results):
-    torch.set_num_threads(2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    try:
-        with gpu_world(rank, world):
-            results.put((rank, True, fn(rank, world, *args)))
-    except BaseException:
-        results.put((rank, False, traceback.format_exc()))
-
-
-def run_gpu_ranks(fn, world, *args, timeout=500.0):
-    """`fn(rank, world, *args)` in `world` spawned processes on one GPU; results in rank order. Fails, never hangs."""
-    port = free_port()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=_gpu_rank_main, args=(fn, r, world, port, args, results), daemon=True) for r in range(world)]
-    for process in processes:
-        process.start()
-    return collect(processes, results, timeout)
 
 
 # ------------------------------------------------------------------------------------------------ the CPU

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine on several ranks of one GPU: what each rank runs. The ranks are started by one_gpu_ranks.run_ranks."""
+"""vLLM's engine on several ranks, a GPU each or all on one: what each rank runs. The ranks are started by ranks.run_ranks."""
 import os
 import random
 import time
 from typing import Any
 
-from . import one_gpu_ranks
+from . import gloo_communicator, ranks
 
 FLAGS = {
     "off": {},
@@ -24,14 +24,15 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 def make_engine(world: int, job: dict[str, Any]):
     """`vllm.LLM` for a rank. `job`: model, dcp, interleave, and further engine arguments in `engine`."""
-    one_gpu_ranks.install()
+    if not ranks.over_nccl(world):
+        gloo_communicator.install()
     from vllm import LLM
 
     # A fixed cache size: ranks that start together on one card cannot measure free memory.
     arguments = {"max_model_len": 16384, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False} | job.get("engine", {})
     return LLM(model=job["model"], skip_tokenizer_init=True, seed=0, enforce_eager=True, kv_cache_dtype="fp8_ds_mla", tensor_parallel_size=world,
                decode_context_parallel_size=job.get("dcp", 1), cp_kv_cache_interleave_size=job.get("interleave", 1), distributed_executor_backend="external_launcher",
-               disable_custom_all_reduce=True, disable_log_stats=True, gpu_memory_utilization=one_gpu_ranks.memory_share(8),
+               disable_custom_all_reduce=True, disable_log_stats=True, gpu_memory_utilization=ranks.memory_share(world),
                attention_config={"sparse_mla_force_mqa": True, "backend": "FLASHMLA_SPARSE"}, **arguments)  # fmt: skip
 
 

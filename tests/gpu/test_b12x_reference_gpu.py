@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """B12X_MLA_SPARSE on a GPU that is no SM12x: real cache, builder, impl, layers, Triton kernels and CKV gather, W ranks as
-processes over gloo. No kernel of `b12x` runs: its pure-torch reference, or for fp8_ds_mla FlashMLA, stands in
+processes (tests/gpu/ranks.py). No kernel of `b12x` runs: its pure-torch reference, or for fp8_ds_mla FlashMLA, stands in
 (tests/gpu/_b12x_ranks.py). Needs the package b12x 1.5.1 on the path, without an SM12x GPU.
 
 fp8_ds_mla records come from vLLM's `concat_and_cache_mla`; nvfp4_ds_mla records, which only the package's writer makes, from
@@ -13,8 +13,9 @@ import functools
 import pytest
 import torch
 
+from tests.gpu import ranks
 from tests.gpu._b12x_ranks import B12xRank, flashmla_kernel, graph_kernel, reference_kernel, use_stand_in
-from tests.gpu._ckv_ranks import Batch, error, run_gpu_ranks
+from tests.gpu._ckv_ranks import Batch, error
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(900)]
 
@@ -38,12 +39,12 @@ def _ranks(rank, world):
     for interleave in (1, 64) if world > 1 else (1,):
         for kernel, dtype, layer in PATHS:
             stand_in = use_stand_in(KERNELS[kernel])
-            me = B12xRank(rank, world, "cuda", stand_in, interleave=interleave, cache_dtype=dtype, **CONFIG)
+            me = B12xRank(rank, world, ranks.device(rank), stand_in, interleave=interleave, cache_dtype=dtype, **CONFIG)
             for gather in (0, 1) if world > 1 else (0,):
                 me.build(VLLM_B12X_MLA_CKV_GATHER=gather, VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS=0)
                 me.impl.kernels.warm_up()
                 for name, (requests, num_decodes) in CASES.items():
-                    batch = Batch(requests, num_decodes=num_decodes, heads=HEADS, topk=512, seed=len(found), device="cuda", holes=world > 1 and name == "extend")
+                    batch = Batch(requests, num_decodes=num_decodes, heads=HEADS, topk=512, seed=len(found), device=ranks.device(rank), holes=world > 1 and name == "extend")
                     me.load(batch)
                     metadata = me.metadata(batch)
                     assert (metadata.ckv_gather is not None) == bool(gather and metadata.num_prefills)
@@ -56,7 +57,7 @@ def _ranks(rank, world):
 def results(world):
     """All cases in one start of the ranks. A failure is kept, too."""
     try:
-        return run_gpu_ranks(_ranks, world, timeout=800)
+        return ranks.run_dcp_ranks(_ranks, world, timeout=800)
     except AssertionError as failure:
         return failure
 
@@ -75,11 +76,11 @@ def test_against_float64(world, name):
 def _graph(rank, world):
     """A captured decode step, replayed for other ids: what is captured reads the shared buffers, and nothing is compiled."""
     stand_in = use_stand_in(graph_kernel)
-    me = B12xRank(rank, world, "cuda", stand_in, **CONFIG).build()
-    first, second = (Batch([(600, 1), (64, 1), (900, 1)], num_decodes=3, heads=HEADS, topk=512, seed=seed, device="cuda") for seed in (1, 2))
+    me = B12xRank(rank, world, ranks.device(rank), stand_in, **CONFIG).build()
+    first, second = (Batch([(600, 1), (64, 1), (900, 1)], num_decodes=3, heads=HEADS, topk=512, seed=seed, device=ranks.device(rank)) for seed in (1, 2))
     me.load(first)
     metadata = me.builder.build_for_cudagraph_capture(first.common(me))
-    q = torch.randn(3, HEADS, 576, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(3, HEADS, 576, device=ranks.device(rank), dtype=torch.bfloat16)
     parts = q[..., :512].contiguous(), q[..., 512:].contiguous()
 
     def step():
@@ -118,5 +119,5 @@ def _graph(rank, world):
 
 
 def test_cuda_graph_of_a_decode_step():
-    (differences,) = run_gpu_ranks(_graph, 1)
+    (differences,) = ranks.run_dcp_ranks(_graph, 1)
     assert max(differences) == 0, differences

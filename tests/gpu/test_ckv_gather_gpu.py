@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gather path on a GPU: W ranks as processes over gloo, real cache, builder, impl, layers and FlashMLA kernels.
+"""The gather path on GPUs: W ranks as processes (tests/gpu/ranks.py), real cache, builder, impl, layers and FlashMLA kernels.
 
 Compared: gather path, stock DCP path, DCP 1 and dense float64 attention over the selected records. All start from the same
 records, which `concat_and_cache_mla` wrote. Workspaces and scratch are full of NaN before each run, and so are the pages of
@@ -14,7 +14,8 @@ import functools
 import pytest
 import torch
 
-from tests.gpu._ckv_ranks import Batch, Rank, broken, error, run_gpu_ranks
+from tests.gpu import ranks
+from tests.gpu._ckv_ranks import Batch, Rank, broken, error
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(900)]
 
@@ -52,11 +53,11 @@ def _ranks(rank, world):
     for interleave in INTERLEAVES:
         config = dict(interleave=interleave, heads=HEADS, topk=TOPK, max_tokens=256, max_model_len=32768, max_num_seqs=8)
         for name, (requests, num_decodes) in CASES.items():
-            batch = Batch(requests, num_decodes=num_decodes, heads=HEADS, topk=TOPK, seed=len(results), device="cuda", holes="mixed" in name)
+            batch = Batch(requests, num_decodes=num_decodes, heads=HEADS, topk=TOPK, seed=len(results), device=ranks.device(rank), holes="mixed" in name)
             outputs = {}
             for gather in (0, 1):
                 # The workspaces are per process: build again for each flag.
-                me = Rank(rank, world, "cuda", **config).build(CKV_GATHER=gather, CKV_GATHER_MIN_TOKENS=0, CKV_GATHER_MAX_TOKENS=65536)
+                me = Rank(rank, world, ranks.device(rank), **config).build(CKV_GATHER=gather, CKV_GATHER_MIN_TOKENS=0, CKV_GATHER_MAX_TOKENS=65536)
                 # Interleave 1 has a decode threshold of 128 rows upstream: these short prefills must count as prefills.
                 me.builder.reorder_batch_threshold = 1
                 me.load(batch)
@@ -75,7 +76,7 @@ def _ranks(rank, world):
 def results(world):
     """All cases in one start of the ranks. A failure is kept, too: starting again for every case would take hours."""
     try:
-        return run_gpu_ranks(_ranks, world, timeout=800)
+        return ranks.run_dcp_ranks(_ranks, world, timeout=800)
     except AssertionError as failure:
         return failure
 
@@ -95,16 +96,16 @@ def test_gather_and_stock_against_float64(world, interleave, name):
 def _single(rank, world):
     results = {}
     for name, (requests, num_decodes) in CASES.items():
-        me = Rank(0, 1, "cuda", heads=HEADS, topk=TOPK, max_tokens=256, max_model_len=32768, max_num_seqs=8).build()
+        me = Rank(rank, world, ranks.device(rank), heads=HEADS, topk=TOPK, max_tokens=256, max_model_len=32768, max_num_seqs=8).build()
         me.builder.reorder_batch_threshold = 1
-        batch = Batch(requests, num_decodes=num_decodes, heads=HEADS, topk=TOPK, seed=1, device="cuda")
+        batch = Batch(requests, num_decodes=num_decodes, heads=HEADS, topk=TOPK, seed=1, device=ranks.device(rank))
         me.load(batch)
         results[name] = error(me.run(batch), me.reference(batch))
     return results
 
 
 def test_dcp_1_against_float64():
-    (found,) = run_gpu_ranks(_single, 1)
+    (found,) = ranks.run_dcp_ranks(_single, 1)
     assert max(found.values()) < STOCK_TOLERANCE, found
 
 
@@ -114,9 +115,9 @@ def test_dcp_1_against_float64():
 def _kernels(rank, world, heads):
     import vllm.v1.attention.backends.mla.flashmla_ckv_gather as backend
 
-    me = Rank(rank, world, "cuda", interleave=16, heads=heads, topk=TOPK, max_tokens=256, max_model_len=8192).build(CKV_GATHER=1)
+    me = Rank(rank, world, ranks.device(rank), interleave=16, heads=heads, topk=TOPK, max_tokens=256, max_model_len=8192).build(CKV_GATHER=1)
     me.builder.reorder_batch_threshold = 1
-    batch = Batch([(700, 50), (0, 90)], heads=heads, topk=TOPK, device="cuda", holes=True)
+    batch = Batch([(700, 50), (0, 90)], heads=heads, topk=TOPK, device=ranks.device(rank), holes=True)
     me.load(batch)
     found = {}
     for kernel, ratio in (("bf16", None), ("fp8", 0)):
@@ -131,7 +132,7 @@ def _kernels(rank, world, heads):
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_both_kernels(heads):
-    for found in run_gpu_ranks(_kernels, 2, heads):
+    for found in ranks.run_dcp_ranks(_kernels, 2, heads):
         assert found["bf16"] < TOLERANCE and found["fp8"] < TOLERANCE, found
         assert found["empty-row-finite"], found
 
@@ -140,9 +141,9 @@ def test_both_kernels(heads):
 
 
 def _break(rank, world):
-    me = Rank(rank, world, "cuda", interleave=16, heads=HEADS, topk=TOPK, max_tokens=256, max_model_len=8192).build(CKV_GATHER=1)
+    me = Rank(rank, world, ranks.device(rank), interleave=16, heads=HEADS, topk=TOPK, max_tokens=256, max_model_len=8192).build(CKV_GATHER=1)
     me.builder.reorder_batch_threshold = 1
-    earlier, batch = (Batch([(1000, 40), (300, 60)], heads=HEADS, topk=TOPK, seed=seed, device="cuda") for seed in (1, 2))
+    earlier, batch = (Batch([(1000, 40), (300, 60)], heads=HEADS, topk=TOPK, seed=seed, device=ranks.device(rank)) for seed in (1, 2))
     found = {}
     for how in ("nothing", "local-clamp", "wrong-start", "stale-workspace"):
         me.load(earlier)
@@ -154,6 +155,6 @@ def _break(rank, world):
 
 
 def test_broken_on_purpose_is_seen():
-    for found in run_gpu_ranks(_break, 4):
+    for found in ranks.run_dcp_ranks(_break, 4):
         assert found.pop("nothing") < TOLERANCE
         assert all(value > 5 * TOLERANCE for value in found.values()), found

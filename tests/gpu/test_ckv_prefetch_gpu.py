@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CKV prefetch with real streams: every gathered buffer byte for byte, attention bit for bit.
 
-Two ways, because neither sees everything on one GPU. Ranks as processes over gloo exchange for real, but gloo blocks the host
-and so orders the streams. One process that knows what the other ranks would send copies it on the device: there the streams
-run freely, with random sleeps on both, and machines that lack a wait are seen. With several GPUs: ranks over NCCL.
+Ranks as processes (tests/gpu/ranks.py) exchange for real. Over NCCL their streams run freely; on one GPU gloo blocks the host
+and so orders them. There one process that knows what the other ranks would send copies it on the device, with random sleeps on
+both streams, and machines that lack a wait are seen.
 """
 import multiprocessing
-import os
 
 import pytest
 import torch
 
-from tests.gpu._ckv_prefetch import ENV, SCENARIO, Solo, attention_outputs, compare, lookaheads, nccl_rank
-from tests.gpu._ckv_ranks import Batch, Rank, run_gpu_ranks
+from tests.gpu import ranks
+from tests.gpu._ckv_prefetch import ENV, SCENARIO, Solo, attention_outputs, check, compare, random_scenario
+from tests.gpu._ckv_ranks import Batch, Rank
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(900)]
 
@@ -26,39 +26,25 @@ def environment(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def _compare(rank, world, interleaves, layers, delays):
-    return compare(rank, world, "cuda", interleaves, layers, delays)
-
-
-def check(results, interleaves, layers):
-    for wrong, gathers in results:
-        for interleave in interleaves:
-            assert wrong[interleave, False] == wrong[interleave, True] == []
-            assert gathers[interleave, False] == [len(SCENARIO) * layers, 0]
-            assert gathers[interleave, True] == [len(SCENARIO) * layers, lookaheads(SCENARIO, layers)]
+def _compare(rank, world, interleaves, layers):
+    return compare(rank, world, ranks.device(rank), interleaves, layers, True)
 
 
 @pytest.mark.parametrize("world, interleaves, layers", [(2, (1, 64), LAYERS), (4, (16,), LAYERS), (8, (1,), 3)])
 def test_gathered_bytes_are_the_caches_bytes(world, interleaves, layers):
-    check(run_gpu_ranks(_compare, world, interleaves, layers, True, timeout=600), interleaves, layers)
+    check(ranks.run_dcp_ranks(_compare, world, interleaves, layers, timeout=600), SCENARIO, interleaves, layers)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("interleave", [1, 64])
-def test_gathered_bytes_over_nccl(interleave):
-    from tests.distributed.ranks import free_port
-
-    port = free_port()
-    context = torch.multiprocessing.get_context("spawn")
-    world = 2
-    with context.Pool(world) as pool:
-        calls = [pool.apply_async(_nccl, (rank, world, port, (interleave,))) for rank in range(world)]
-        check([call.get(timeout=300) for call in calls], (interleave,), LAYERS)
+def _random_steps(rank, world, interleaves, layers, scenario):
+    return compare(rank, world, ranks.device(rank), interleaves, layers, True, scenario, ahead=5, host_delays=True, max_len=512)
 
 
-def _nccl(rank, world, port, interleaves):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return nccl_rank(_compare, rank, world, interleaves, LAYERS, True)
+@pytest.mark.parametrize("world, interleaves, layers", [(2, (1, 64), 3), (4, (16,), 4), (8, (64,), 3)])
+def test_200_random_steps_over_nccl(world, interleaves, layers):
+    """Two communicators on two streams, and ranks that sleep unlike each other on both and on the host: no hang, no wrong byte."""
+    ranks.require_nccl(world)
+    scenario = random_scenario(world, 200)
+    check(ranks.run_dcp_ranks(_random_steps, world, interleaves, layers, scenario, timeout=600), scenario, interleaves, layers)
 
 
 # ------------------------------------------------------------------------------------------------ streams that run freely
@@ -71,8 +57,8 @@ def solo(seed, *, prefetch=True, layers=LAYERS, sleep=None, steps=SCENARIO, inte
     if sleep is not None:
         model.sleep = lambda: sleep(model)
     done = []
-    for number, (batch, decodes) in enumerate(steps):
-        step = model.start(number, batch, decodes)
+    for number, planned in enumerate(steps):
+        step = model.start(number, *planned)
         expected = {layer.index: torch.from_numpy(model.expected(layer.index, step)) for layer in model.layers}
         done.append((number, expected, model.run(step)))
     return [(number, layer) for number, expected, copies in done for layer, copy in copies.items() if not torch.equal(copy.cpu(), expected[layer])]
@@ -148,7 +134,7 @@ def test_reset_waits_for_the_side_stream():
 def _attention(rank, world, layer_kind):
     outputs = {}
     for prefetch in (0, 1):
-        outputs[prefetch] = attention_outputs(Rank, Batch, rank, world, "cuda", prefetch, layer_kind, topk=512, max_tokens=256, max_model_len=4096)
+        outputs[prefetch] = attention_outputs(Rank, Batch, rank, world, ranks.device(rank), prefetch, layer_kind, topk=512, max_tokens=256, max_model_len=4096)
         torch.cuda.synchronize()
     same = [torch.equal(a, b) for a, b in zip(outputs[0][0], outputs[1][0], strict=True)]
     return same, outputs[0][1], outputs[1][1], max(outputs[1][2])
@@ -156,7 +142,7 @@ def _attention(rank, world, layer_kind):
 
 @pytest.mark.parametrize("layer_kind", ["generic", "fused"])
 def test_attention_is_bit_identical(layer_kind):
-    for same, without, prefetched, worst in run_gpu_ranks(_attention, 2, layer_kind):
+    for same, without, prefetched, worst in ranks.run_dcp_ranks(_attention, 2, layer_kind):
         assert same == [True] * 9
         assert (without, prefetched) == (0, 4)
         assert worst < 1e-2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock DCP of FlashMLA sparse on the head counts that upstream refuses, and on one that it takes, against float64.
 
-W ranks as processes on one GPU over gloo; real cache, builder, impl, layer, kernels and LSE merge.
+W ranks as processes (tests/gpu/ranks.py); real cache, builder, impl, layer, kernels and LSE merge.
 
 TOLERANCE: relative to the largest output value. The kernels compute scores and probabilities in bfloat16 tensor-core
 products of dequantized records (the reference attends exactly these records), and the merge rounds each rank's partial output
@@ -10,7 +10,8 @@ to bfloat16 before it adds up to 8 of them: a few times 2**-8.
 import pytest
 import torch
 
-from tests.gpu._ckv_ranks import Batch, Rank, error, run_gpu_ranks
+from tests.gpu import ranks
+from tests.gpu._ckv_ranks import Batch, Rank, error
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
@@ -22,10 +23,10 @@ DECODES = 2
 def _stock(rank, world, heads, interleaves):
     results = {}
     for interleave in interleaves:
-        me = Rank(rank, world, "cuda", interleave=interleave, heads=heads, topk=512, max_tokens=256, max_model_len=8192)
+        me = Rank(rank, world, ranks.device(rank), interleave=interleave, heads=heads, topk=512, max_tokens=256, max_model_len=8192)
         me.build()
         me.builder.reorder_batch_threshold = 1
-        batch = Batch(REQUESTS, num_decodes=DECODES, heads=heads, topk=512, device="cuda")
+        batch = Batch(REQUESTS, num_decodes=DECODES, heads=heads, topk=512, device=ranks.device(rank))
         me.load(batch)
         results[interleave] = error(me.run(batch), me.reference(batch)), me.builder.fp8_use_mixed_batch
     return results
@@ -41,6 +42,6 @@ def _stock(rank, world, heads, interleaves):
     ],
 )
 def test_stock_dcp_against_float64(heads, dcp):
-    for results in run_gpu_ranks(_stock, dcp, heads, (1, 64)):
+    for results in ranks.run_dcp_ranks(_stock, dcp, heads, (1, 64)):
         for interleave, (largest, mixed) in results.items():
             assert mixed and largest < TOLERANCE, (interleave, results)

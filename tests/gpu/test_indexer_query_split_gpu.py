@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split against unsplit prefill rows of the sparse indexer on one GPU: DeepGEMM scores, vLLM's top-k, its CuTe DSL merge.
+"""Split against unsplit prefill rows of the sparse indexer on GPUs: DeepGEMM scores, vLLM's top-k, its CuTe DSL merge.
 
-Ranks are processes over gloo on the one GPU. The real top-k and merge choose a fixed set but write it in any order, and the
+Ranks are processes (tests/gpu/ranks.py). The real top-k and merge choose a fixed set but write it in any order, and the
 top-k takes any of equal scores at its cut. So rows are compared as sets; where sets differ, the scores of both choices must
 be bit-equal. Prints a table and writes bench/out/indexer_query_split_gpu.json.
 
@@ -25,7 +25,7 @@ from tests.distributed import indexer_reference
 from tests.distributed.indexer_batch import (
     FLAG, Batch, Shape, build, common_metadata, local_keys, make_batch, make_builder, make_config, run_indexer,
 )  # fmt: skip
-from tests.gpu.spawn_ranks import one_gpu_world, run_spawned
+from tests.gpu import ranks
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -85,8 +85,8 @@ def _compare(rank, tp, dcp, topks, count):
     from vllm.model_executor.layers import sparse_attn_indexer as indexer
     from vllm.v1.worker.workspace import init_workspace_manager
 
-    shape = Shape(heads=64, dim=128, block_size=64, max_tokens=1024, max_len=8192, device="cuda:0")
-    with one_gpu_world(rank, tp, dcp):
+    shape = Shape(heads=64, dim=128, block_size=64, max_tokens=1024, max_len=8192, device=str(ranks.device(rank)))
+    with ranks.vllm_world(rank, tp, dcp=dcp):
         init_workspace_manager(torch.device(shape.device))
         recorder = ScoreRecorder()
         dcp_rank = parallel_state.get_dcp_group().rank_in_group
@@ -134,12 +134,12 @@ def _report(name, row):
     table = json.loads(OUT.read_text()) if OUT.exists() else {}
     table[name] = row
     OUT.write_text(json.dumps(table, indent=1))
-    print(f"{name:22s} " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    print(f"{name:30s} " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
 
 @pytest.mark.parametrize("tp, dcp", CASES)
 def test_split_equals_unsplit(tp, dcp):
-    results = run_spawned(_compare, tp, dcp, TOPKS, BATCHES, env={FLAG: "1"}, timeout=300)
+    results = ranks.run_ranks(_compare, tp, dcp, TOPKS, BATCHES, env={FLAG: "1"}, timeout=300)
     # The ranks of a query split group exchanged their ids. Those of a DCP group each ran the merge, which orders ids as its atomics come.
     assert len({digests for _, digests in results}) == dcp, "ranks of a query split group hold different ids of prefill rows"
     total = {key: sum(totals[key] for totals, _ in results) for key in ("own_rows", "differ", "noise")}
@@ -147,7 +147,7 @@ def test_split_equals_unsplit(tp, dcp):
     assert first["split"] > first["batches"] // 2
     # Only exact ties at the cut may differ; they are rare with random scores.
     assert total["differ"] <= max(8, total["own_rows"] // 100), total
-    _report(f"TP{tp}/DCP{dcp}", {
+    _report(f"TP{tp}/DCP{dcp} over {'nccl' if ranks.over_nccl(tp) else 'gloo'}", {
         "batches": first["batches"], "split": first["split"], "rows": first["rows"], "compared": total["own_rows"], "ties": total["differ"],
         "ties_in_unsplit_repeat": total["noise"],
     })  # fmt: skip

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multi-rank harness itself: each collective against what plain indexing of all ranks' inputs says.
+"""The multi-rank harness itself: each collective against what plain indexing of all ranks' inputs says, and how it fails.
 
-On a machine without a GPU the same collectives run on CPU tensors; the test of vLLM's own groups needs a GPU.
+On a machine without a GPU the ranks, and vLLM's own groups in them, run on the CPU.
 """
+import os
 import time
 import types
 
@@ -10,9 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu import one_gpu_ranks as harness
+from tests.gpu import gloo_communicator, ranks
 
+IMPORTED_WITH = " ".join(os.environ.get(name, "-") for name in ("RANK", "PLANTED", ranks.CHOICE))
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int32, torch.int64]
+
+
+@pytest.fixture(autouse=True)
+def over_gloo(monkeypatch):
+    """Whatever GPUs there are."""
+    monkeypatch.setenv(ranks.CHOICE, "gloo")
 
 
 def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -22,14 +30,14 @@ def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    assert got.device.type == harness.device().type, f"{what}: the result is on {got.device}"
+    assert got.device == ranks.device(0), f"{what}: the result is on {got.device}"
     assert got.dtype == wanted.dtype and got.shape == wanted.shape, f"{what}: {got.dtype} {tuple(got.shape)}, expected {wanted.dtype} {tuple(wanted.shape)}"
     assert got.is_contiguous() and torch.equal(got.cpu().double(), wanted.double()), what
 
 
 def check_collectives(comm, rank: int, world: int) -> None:
     """Every collective of `comm`, which has the methods of vLLM's device communicators."""
-    on = harness.device()
+    on = ranks.device(rank)
     for dtype in TYPES:
         shape = (3, 2 * world, 4)
         every = [data(r, shape, dtype) for r in range(world)]
@@ -55,11 +63,11 @@ def check_collectives(comm, rank: int, world: int) -> None:
 
 
 def check_all_to_all(group, rank: int, world: int) -> None:
-    on = harness.device()
+    on = ranks.device(rank)
     send = [[(3 * r + c) % 4 for c in range(world)] for r in range(world)]
     every = [data(r, (sum(send[r]), 5), torch.bfloat16) for r in range(world)]
     wanted = torch.cat([every[r][sum(send[r][:rank]) : sum(send[r][: rank + 1])] for r in range(world)])
-    got = harness.exchange_rows(every[rank].to(on), wanted.shape[0], [send[r][rank] for r in range(world)], send[rank], group)
+    got = gloo_communicator.exchange_rows(every[rank].to(on), wanted.shape[0], [send[r][rank] for r in range(world)], send[rank], group)
     same(got, wanted, "all_to_all with uneven splits")
     if on.type == "cuda":
         output = torch.empty(wanted.shape, dtype=torch.bfloat16, device=on)
@@ -69,7 +77,7 @@ def check_all_to_all(group, rank: int, world: int) -> None:
 
 def plain_rank(rank: int, world: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    comm = harness.OneGpuCommunicator()
+    comm = gloo_communicator.HostCopyCommunicator()
     comm.cpu_group, comm.world_size, comm.rank_in_group = dist.group.WORLD, world, rank
     check_collectives(comm, rank, world)
     check_all_to_all(dist.group.WORLD, rank, world)
@@ -79,29 +87,28 @@ def plain_rank(rank: int, world: int) -> None:
 def sums_rank(rank: int, world: int) -> list[float]:
     dist.init_process_group("gloo", rank=rank, world_size=world)
     comm = types.SimpleNamespace(cpu_group=dist.group.WORLD, world_size=world, rank_in_group=rank)
-    x = torch.randn(4096, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16).to(harness.device())
-    got = harness.OneGpuCommunicator.all_reduce(comm, x).float().cpu().tolist()
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16).to(ranks.device(rank))
+    got = gloo_communicator.HostCopyCommunicator.all_reduce(comm, x).float().cpu().tolist()
     dist.destroy_process_group()
     return got
 
 
 def vllm_rank(rank: int, world: int) -> list[str]:
-    with harness.vllm_world(rank, world):
+    with ranks.vllm_world(rank, world, dcp=world // 2):
         from vllm.distributed import parallel_state, tensor_model_parallel_all_reduce
 
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world, decode_context_model_parallel_size=world // 2)
         tp, dcp = parallel_state.get_tp_group(), parallel_state.get_dcp_group()
         check_collectives(tp.device_communicator, rank, world)
         if dcp.world_size > 1:
             check_collectives_of_group(dcp, rank)
-        same(tensor_model_parallel_all_reduce(torch.full((3,), rank + 1.0, device=harness.device())), torch.full((3,), world * (world + 1) / 2), "all_reduce of the layer")
+        same(tensor_model_parallel_all_reduce(torch.full((3,), rank + 1.0, device=ranks.device(rank))), torch.full((3,), world * (world + 1) / 2), "all_reduce of the layer")
         return [type(tp.device_communicator).__name__, dist.get_backend(tp.device_group)]
 
 
 def check_collectives_of_group(group, rank: int) -> None:
     every = [data(r, (2, 3), torch.bfloat16) for r in group.ranks]
-    same(group.all_gather(every[group.rank_in_group].to(harness.device()), 0), torch.cat(every), "all_gather of the DCP group")
-    same(group.reduce_scatter(torch.cat(every).to(harness.device()), 0), (torch.cat(every).double() * len(every)).to(torch.bfloat16).chunk(len(every))[group.rank_in_group], "reduce_scatter of the DCP group")
+    same(group.all_gather(every[group.rank_in_group].to(ranks.device(rank)), 0), torch.cat(every), "all_gather of the DCP group")
+    same(group.reduce_scatter(torch.cat(every).to(ranks.device(rank)), 0), (torch.cat(every).double() * len(every)).to(torch.bfloat16).chunk(len(every))[group.rank_in_group], "reduce_scatter of the DCP group")
     check_all_to_all(group.device_group, group.rank_in_group, group.world_size)
 
 
@@ -120,11 +127,11 @@ def stuck_rank(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_each_collective_is_right(world):
-    harness.run_ranks(plain_rank, world)
+    ranks.run_ranks(plain_rank, world)
 
 
 def test_a_sum_is_the_same_on_every_rank_and_near_the_float64_one():
-    got = harness.run_ranks(sums_rank, 4)
+    got = ranks.run_ranks(sums_rank, 4)
     assert all(g == got[0] for g in got)
     wanted = sum(torch.randn(4096, generator=torch.Generator().manual_seed(r)).to(torch.bfloat16).double() for r in range(4))
     assert (torch.tensor(got[0]).double() - wanted).abs().max() <= wanted.abs().max() * 2**-8
@@ -132,16 +139,65 @@ def test_a_sum_is_the_same_on_every_rank_and_near_the_float64_one():
 
 def test_a_rank_that_fails_is_reported_with_its_traceback():
     with pytest.raises(AssertionError, match="rank 1 failed:\n(?s:.*)ValueError: planted"):
-        harness.run_ranks(failing_rank, 2, timeout=60)
+        ranks.run_ranks(failing_rank, 2, timeout=60)
 
 
 def test_a_stuck_collective_ends_by_timeout():
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] of 2 still running after 15 s: a stuck collective\?"):
-        harness.run_ranks(stuck_rank, 2, timeout=15)
+        ranks.run_ranks(stuck_rank, 2, timeout=15)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_vllm_s_own_groups_use_these_collectives():
-    for name, backend in harness.run_ranks(vllm_rank, 4):
-        assert name == "CudaCommunicator" and backend == "gloo"
+    for name, backend in ranks.run_ranks(vllm_rank, 4):
+        assert name == ("CudaCommunicator" if torch.cuda.is_available() else "CpuCommunicator") and backend == "gloo"
+
+
+# ---- NCCL or gloo
+
+
+def environment_rank(rank: int, world: int) -> dict[str, str]:
+    return dict(os.environ) | {"imported with": IMPORTED_WITH, "over_nccl": str(ranks.over_nccl(world)), "device": str(ranks.device(rank))}
+
+
+@pytest.mark.parametrize("choice, gpus, nccl", [(None, 2, True), (None, 1, False), (None, 0, False), ("gloo", 2, False), ("nccl", 2, True)])
+def test_nccl_where_every_rank_has_a_gpu(monkeypatch, choice, gpus, nccl):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv(ranks.CHOICE) if choice is None else monkeypatch.setenv(ranks.CHOICE, choice)
+    assert ranks.over_nccl(2) is nccl
+    assert ranks.over_nccl(1) is False
+    assert ranks.memory_share(2) == (0.8 if nccl else 0.4)
+
+
+def test_what_nccl_needs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv(ranks.CHOICE, "nccl")
+    with pytest.raises(pytest.skip.Exception, match="needs 4 GPUs"):
+        ranks.over_nccl(4)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with pytest.raises(RuntimeError, match="4 ranks need 4 GPUs, this machine has 2"):
+        ranks.over_nccl(4)
+    monkeypatch.setenv(ranks.CHOICE, "mpi")
+    with pytest.raises(ValueError, match="VLLM_STACK_TEST_RANKS='mpi'"):
+        ranks.over_nccl(2)
+
+
+def test_ranks_are_told_before_they_import(monkeypatch, capfd):
+    """The parent decides: ranks have its choice, and a rank's own numbers, when they import this module."""
+    gpus = torch.cuda.device_count()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "set by the host")
+    before = dict(os.environ)
+    for choice, local_ranks in (("gloo", "00"), ("nccl", "01")):
+        monkeypatch.setenv(ranks.CHOICE, choice)
+        if choice == "nccl" and gpus < 2:
+            break  # a rank looks itself whether its GPU is there
+        found = ranks.run_ranks(environment_rank, 2, env={"PLANTED": "1"}, timeout=60)
+        assert f"ranks: 2 over {choice}" in capfd.readouterr().out
+        for rank, environment in enumerate(found):
+            assert environment["RANK"] == str(rank) and environment["LOCAL_RANK"] == local_ranks[rank]
+            assert environment["imported with"] == f"{rank} 1 {choice}"
+            assert environment["over_nccl"] == str(choice == "nccl")
+            assert environment["NCCL_NVLS_ENABLE"] == "set by the host" and environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+            assert environment["VLLM_DISABLE_PYNCCL"] == ("1" if choice == "gloo" else "0")
+    monkeypatch.setenv(ranks.CHOICE, before[ranks.CHOICE])
+    assert dict(os.environ) == before

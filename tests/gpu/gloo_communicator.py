@@ -1,59 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several vLLM ranks on one GPU: a process for each, collectives over gloo. For tests and benchmarks of results, not of speed.
+"""Collectives for several vLLM ranks on one GPU, or on the CPU, over gloo. For results, not for speed; see tests/gpu/ranks.py.
 
 NCCL refuses two ranks on one device, and with PyNCCL off the CUDA communicator returns memory that nobody wrote. `install`
 gives it collectives that copy through the host: exact for gathers, and for sums the same float32 sum in rank order on every
-rank. Direct symmetric-memory paths are off, since ranks on one device are no peers.
-
-    def work(rank, world, arguments):           # in a module that can be imported
-        with vllm_world(rank, world) as config:
-            parallel_state.initialize_model_parallel(...)
-
-    results = run_ranks(work, 4, arguments)
-
-For a whole engine call `install()` in each rank before the engine is made, with `distributed_executor_backend=
-"external_launcher"`, `disable_custom_all_reduce=True`, `enforce_eager=True` and `gpu_memory_utilization=memory_share(world)`.
+rank.
 """
-import contextlib
-import multiprocessing
-import os
-import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from tests.processes import collect, free_port
-
-ENVIRONMENT = {
-    "VLLM_DISABLE_PYNCCL": "1",
-    "VLLM_USE_DIRECT_DCP_A2A": "0",
-    "VLLM_USE_DIRECT_DCP_Q_GATHER": "0",
-    "VLLM_USE_DIRECT_DCP_KV_GATHER": "0",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
-
-
-def device() -> torch.device:
-    """The one GPU; the CPU where a test runs without one."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def memory_share(world: int, of: float = 0.8) -> float:
-    """`gpu_memory_utilization` of each rank: it counts the whole card."""
-    return of / world
-
-
-# ---- collectives
-
 
 def _refuse_capture(x: torch.Tensor) -> None:
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("collectives of one_gpu_ranks copy through the host and cannot be captured in a CUDA graph: use enforce_eager=True")
+        raise RuntimeError("these collectives copy through the host and cannot be captured in a CUDA graph: use enforce_eager=True")
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +46,7 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total.to(x.dtype).reshape(x.shape)
 
 
-class OneGpuCommunicator:
+class HostCopyCommunicator:
     """The collectives of vLLM's CudaCommunicator, with its names and meaning. `self` has cpu_group, world_size and rank_in_group."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
@@ -99,11 +59,11 @@ class OneGpuCommunicator:
         if dim != 0:
             raise NotImplementedError("only dim 0 all-gatherv is supported")
         if isinstance(input_, list):
-            return [OneGpuCommunicator.all_gatherv(self, x, dim, sizes) for x in input_]
+            return [HostCopyCommunicator.all_gatherv(self, x, dim, sizes) for x in input_]
         return torch.cat(gather_rows(input_, sizes or [input_.shape[0]] * self.world_size, self.cpu_group))
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return OneGpuCommunicator.reduce_scatterv(self, input_, dim)
+        return HostCopyCommunicator.reduce_scatterv(self, input_, dim)
 
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
         total = input_.shape[dim]
@@ -116,7 +76,7 @@ class OneGpuCommunicator:
         return _sum(input_, self.cpu_group).narrow(dim, sum(sizes[: self.rank_in_group]), sizes[self.rank_in_group]).contiguous()
 
     def reduce_scatterv_into_output(self, input_: torch.Tensor, output: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-        return output.copy_(OneGpuCommunicator.reduce_scatterv(self, input_, dim, sizes))
+        return output.copy_(HostCopyCommunicator.reduce_scatterv(self, input_, dim, sizes))
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         if self.world_size > 1:
@@ -133,7 +93,7 @@ def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_si
     if not input.is_cuda or dist.get_backend(group) != "gloo":
         return _torch_all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
     if async_op:
-        raise NotImplementedError("one_gpu_ranks has no asynchronous all_to_all_single")
+        raise NotImplementedError("no asynchronous all_to_all_single")
     output.copy_(exchange_rows(input, output.shape[0], output_split_sizes, input_split_sizes, group or dist.group.WORLD))
     return None
 
@@ -154,59 +114,13 @@ def exchange_rows(input: torch.Tensor, rows: int, output_split_sizes: list[int] 
 
 
 def install() -> None:
-    """Make vLLM in this process fit for ranks that share the GPU. Call it before a group or an engine is made."""
-    os.environ.update(ENVIRONMENT)
-    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+    """Give the platform's communicator these collectives, in this process for good. Call it before a group or an engine is made."""
     from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
 
     type(current_platform).dist_backend = "gloo"
-    for name, method in vars(OneGpuCommunicator).items():
+    communicator = resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
+    for name, method in vars(HostCopyCommunicator).items():
         if not name.startswith("_"):
-            setattr(CudaCommunicator, name, method)
+            setattr(communicator, name, method)
     dist.all_to_all_single = all_to_all_single
-
-
-# ---- processes
-
-
-def _rank_main(fn, rank, world, port, env, args, results) -> None:
-    os.environ.update(ENVIRONMENT | env | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    try:
-        results.put((rank, True, fn(rank, world, *args)))
-    except BaseException:  # the parent prints it and ends the other ranks
-        results.put((rank, False, traceback.format_exc()))
-
-
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, env: dict[str, str] | None = None, timeout: float = 300.0) -> list[Any]:
-    """Call `fn(rank, world, *args)` in `world` new processes; return the results in rank order.
-
-    `fn` is a function of a module; arguments and results travel by pickle and hold no CUDA tensors. Raises AssertionError
-    with the traceback of the first rank that failed, or with the ranks that still run after `timeout` seconds.
-    """
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    processes = [context.Process(target=_rank_main, args=(fn, r, world, port, env or {}, args, results), daemon=True) for r in range(world)]
-    for process in processes:
-        process.start()
-    return collect(processes, results, timeout)
-
-
-@contextlib.contextmanager
-def vllm_world(rank: int, world: int):
-    """Inside a rank: vLLM's distributed environment on the one GPU, torn down at the end. Model-parallel groups are the caller's."""
-    install()
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(0)
-    parallel_state.set_custom_all_reduce(False)
-    config = VllmConfig(device_config=DeviceConfig(device=device().type))
-    with set_current_vllm_config(config):
-        parallel_state.init_distributed_environment(world, rank, "env://", 0, backend="gloo")
-        try:
-            yield config
-        finally:
-            parallel_state.destroy_model_parallel()
-            parallel_state.destroy_distributed_environment()
