@@ -29,11 +29,10 @@ def make_engine(world: int, job: dict[str, Any]):
     from vllm import LLM
 
     # A fixed cache size: ranks that start together on one card cannot measure free memory.
-    arguments = {"max_model_len": 16384, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False} | job.get("engine", {})
+    arguments = {"max_model_len": 16384, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False, "distributed_executor_backend": "external_launcher"} | job.get("engine", {})
     return LLM(model=job["model"], skip_tokenizer_init=True, seed=0, enforce_eager=True, kv_cache_dtype="fp8_ds_mla", tensor_parallel_size=world,
-               decode_context_parallel_size=job.get("dcp", 1), cp_kv_cache_interleave_size=job.get("interleave", 1), distributed_executor_backend="external_launcher",
-               disable_custom_all_reduce=True, disable_log_stats=True, gpu_memory_utilization=ranks.memory_share(world),
-               attention_config={"sparse_mla_force_mqa": True, "backend": "FLASHMLA_SPARSE"}, **arguments)  # fmt: skip
+               decode_context_parallel_size=job.get("dcp", 1), cp_kv_cache_interleave_size=job.get("interleave", 1), disable_custom_all_reduce=True,
+               disable_log_stats=True, gpu_memory_utilization=ranks.memory_share(world), attention_config={"sparse_mla_force_mqa": True, "backend": "FLASHMLA_SPARSE"}, **arguments)  # fmt: skip
 
 
 def _answer(output) -> list[tuple[int, float, float]]:
@@ -105,3 +104,25 @@ def die_in_prefill(rank: int, world: int, job: dict[str, Any]) -> str:
     except Exception as error:  # what kind it is depends on the collective that broke
         return f"{type(error).__name__} after {time.monotonic() - started:.1f} s: {error}"
     raise RuntimeError(f"rank {rank} answered although rank 1 was gone")
+
+
+def lose_worker(rank: int, world: int, job: dict[str, Any]) -> str:
+    """As an operator runs it: one engine whose executor starts `world` workers, over NCCL. Kill the last one in mid prefill.
+
+    Returns the error that the caller of `generate` gets, raises if it gets none. To be called in a process that may have children.
+    """
+    import threading
+
+    import psutil
+
+    llm = make_engine(world, job | {"engine": {"distributed_executor_backend": "mp"}})
+    from vllm import SamplingParams
+
+    (last,) = (p for p in psutil.Process().children(recursive=True) if f"_TP{world - 1}" in " ".join(p.cmdline()))
+    threading.Timer(job["after"], last.kill).start()
+    started = time.monotonic()
+    try:
+        llm.generate([{"prompt_token_ids": p} for p in job["rounds"][0]], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+    except Exception as error:  # vLLM's EngineDeadError, or what the executor raises first
+        return f"{type(error).__name__} after {time.monotonic() - started:.1f} s: {error}"
+    raise RuntimeError("the engine answered although a worker was gone")

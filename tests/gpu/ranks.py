@@ -14,6 +14,7 @@ collectives copy through the host (tests/gpu/gloo_communicator.py). VLLM_STACK_T
 import contextlib
 import multiprocessing
 import os
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,9 @@ ENVIRONMENT = {
 }
 # NVLink multicast is the host's, not the process's: off unless the environment says otherwise.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+_starting = threading.Lock()  # worlds that start side by side share this process's environment
 
 
 def over_nccl(world: int) -> bool:
@@ -106,17 +110,18 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, env: dict[str, str
         CHOICE: "nccl" if nccl else "gloo", "VLLM_DISABLE_PYNCCL": "0" if nccl else "1", "WORLD_SIZE": str(world), "RANK": "", "LOCAL_RANK": "",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     } | (env or {})  # fmt: skip
-    before = {name: os.environ.get(name) for name in inherited}
     processes = [context.Process(target=_rank_main, args=(fn, rank, world, args, results), daemon=True) for rank in range(world)]
     # Spawned processes import the caller's module, and vLLM with it, before they reach `_rank_main`: they must inherit all this.
-    os.environ.update(inherited)
-    try:
-        for rank, process in enumerate(processes):
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank if nccl else 0))
-            process.start()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with _starting:
+        before = {name: os.environ.get(name) for name in inherited}
+        os.environ.update(inherited)
+        try:
+            for rank, process in enumerate(processes):
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank if nccl else 0))
+                process.start()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
     return collect(processes, results, timeout)
 
 
