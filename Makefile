@@ -4,7 +4,7 @@
 # make build [VLLM_REF=...]                   build and install vLLM from the patched source (needs CUDA, hours)
 # make wheel [PLATFORM=aarch64]               the official wheel with the patched Python files laid in, into dist/
 # make bundle [KIND=engine]                   parts and a script for a GPU host without network, into dist/bundle-KIND
-# make bench                                  the benchmarks that this machine can run
+# make bench                                  the benchmarks that this machine can run, then plots of their results (matplotlib)
 # make drift NEW=v0.32.0 [HTML=page.html]     how far the stack is from that release; changes nothing
 # make rebase NEW=v0.32.0                     carry the stack to it; see docs/rebase.md
 PYTHON ?= python3
@@ -49,8 +49,13 @@ bundle:
 	$(PYTHON) apply.py bundle $(ref) --$(or $(KIND),layer)
 
 gpu_benches = bench/bench_query_split.py bench/bench_ckv_gather.py bench/bench_ckv_prefetch.py
+several_gpus = bench/bench_several_gpus.py
 bench:
 	$(PYTHON) bench/bench_apply.py
 	@if command -v nvidia-smi >/dev/null && $(PYTHON) -c 'import vllm' 2>/dev/null; then \
-	  for b in $(gpu_benches); do $(PYTHON) $$b || exit 1; done; \
-	else echo "not run, no GPU or no vllm to import here: $(gpu_benches)"; fi
+	  benches="$(gpu_benches)"; \
+	  if [ "$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ]; then benches="$$benches $(several_gpus)"; \
+	  else echo "not run, needs at least 2 GPUs: $(several_gpus)"; fi; \
+	  for b in $$benches; do $(PYTHON) $$b || exit 1; done; \
+	else echo "not run, no GPU or no vllm to import here: $(gpu_benches) $(several_gpus)"; fi
+	@$(PYTHON) bench/plot.py || { [ $$? -eq 2 ] && echo "the plots were not drawn; what was measured is in bench/out"; }

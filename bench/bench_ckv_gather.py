@@ -5,7 +5,7 @@
 
 One GPU plays one rank: real builder, impl and kernels on a real shard; collectives are left out and counted in bytes, then
 modelled for links of several speeds (bytes received per rank / bandwidth; no latency, no overlap). Prints one table and
-writes bench/out/ckv_gather.json and bench/out/ckv_gather.svg.
+writes bench/out/ckv_gather.json.
 """
 import argparse
 import json
@@ -23,8 +23,9 @@ from tests.gpu._ckv_ranks import LATENT, PAGE, ROPE, Rank, quantize  # noqa: E40
 
 import torch  # noqa: E402
 
+from bench.common import LINKS, MAX_MODEL_LEN, OUT, RECORD, chunk_metadata, table  # noqa: E402
+
 TP, HEADS, TOPK, ROWS = 8, 128, 2048, 8192
-LINKS = (25, 50, 400)  # GB/s
 TARGET = 0.42  # of stock compute, at DCP8
 
 
@@ -80,13 +81,12 @@ def make_rank(world):
     dcp.MLADCPManager.__init__ = lambda self, **kwargs: None
     sparse_mla_attention.get_tensor_model_parallel_world_size = lambda: TP
     ckv_gather.all_gather_bytes = lambda gathered, local, group: None
-    rank = Rank(0, world, "cuda", tp=TP, heads=HEADS, topk=TOPK, max_tokens=ROWS, max_model_len=163840, max_num_seqs=8)
+    rank = Rank(0, world, "cuda", tp=TP, heads=HEADS, topk=TOPK, max_tokens=ROWS, max_model_len=MAX_MODEL_LEN, max_num_seqs=8)
     return rank.build(CKV_GATHER=1)
 
 
 def measure(rank, context, ids, generator, repeats):
     import vllm.v1.attention.backends.mla.flashmla_ckv_gather as backend
-    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
     from vllm.v1.attention.ops.ckv_remap import map_global_topk_to_gathered_ckv
     from vllm.v1.attention.ops.dcp import correct_attn_out
@@ -95,22 +95,8 @@ def measure(rank, context, ids, generator, repeats):
     local = -(-context // world)
     pages = -(-local // PAGE)
     order = torch.randperm(pages, generator=generator, device="cuda")
-    cache = records(pages * PAGE, generator).view(pages, PAGE, 656)
-    lens = torch.tensor([context], dtype=torch.int32)
-    starts = torch.tensor([0, ROWS], dtype=torch.int32)
-    common = CommonAttentionMetadata(
-        query_start_loc=starts.cuda(),
-        query_start_loc_cpu=starts,
-        seq_lens=lens.cuda(),
-        num_reqs=1,
-        num_actual_tokens=ROWS,
-        max_query_len=ROWS,
-        max_seq_len=context,
-        block_table_tensor=order.to(torch.int32)[None],
-        slot_mapping=torch.zeros(ROWS, dtype=torch.int64, device="cuda"),
-        is_prefilling=torch.tensor([True]),
-        seq_lens_cpu_upper_bound=lens,
-    )
+    cache = records(pages * PAGE, generator).view(pages, PAGE, RECORD)
+    common = chunk_metadata(context, ROWS, order.to(torch.int32)[None])
     metadata = rank.builder.build(0, common)
     plan = metadata.ckv_gather
     assert plan is not None and metadata.num_decodes == 0
@@ -144,7 +130,7 @@ def measure(rank, context, ids, generator, repeats):
         gather_fp8_ms=milliseconds(gather(0), repeats),
         # Received per rank: gathered queries, all LSEs, partial outputs to add | records of the other ranks.
         stock_bytes=(world - 1) * ROWS * heads * ((LATENT + ROPE) * 2 + world * 4 + LATENT * 2),
-        gather_bytes=(world - 1) * plan.padded_total * 656,
+        gather_bytes=(world - 1) * plan.padded_total * RECORD,
     )
     slots, counts = torch.empty_like(ids), torch.empty(ROWS, dtype=torch.int32, device="cuda")
     request = torch.zeros(ROWS, dtype=torch.int32, device="cuda")
@@ -184,45 +170,17 @@ def measure(rank, context, ids, generator, repeats):
     return result
 
 
-def table(results):
-    head = ["DCP", "context", "stock ms", "gather ms", "(fp8 ms)", "ratio", "stock MB", "gather MB", *(f"{link} GB/s" for link in LINKS), "remap us", "upstream", "copy"]
-    rows = [head]
+def rows_of_table(results):
+    yield ["DCP", "context", "stock ms", "gather ms", "(fp8 ms)", "ratio", "stock MB", "gather MB", *(f"{link} GB/s" for link in LINKS), "remap us", "upstream", "copy"]
     for r in results:
-        rows.append(
-            [
-                str(r["dcp"]),
-                f"{r['context'] // 1024}k",
-                *(f"{r[k]:.2f}" for k in ("stock_ms", "gather_bf16_ms", "gather_fp8_ms", "compute_ratio")),
-                *(f"{r[k] / 1e6:.0f}" for k in ("stock_bytes", "gather_bytes")),
-                *(f"{r[f'stock_total_{link}_ms']:.1f}>{r[f'gather_total_{link}_ms']:.1f}" for link in LINKS),
-                *(f"{r[k]:.0f}" for k in ("remap_us", "upstream_remap_us", "copy_us")),
-            ]
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def plot(results, path):
-    """Bars: stock and gather, compute and modelled communication at 50 GB/s, as SVG."""
-    link, height, bar, gap = 50, 260, 22, 26
-    top = max(r[f"stock_total_{link}_ms"] for r in results)
-    width = 60 + len(results) * (2 * bar + gap)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height + 90}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height + 90}" fill="white"/>',
-        f'<text x="10" y="16">ms per layer and rank, 8192 rows, TP8: compute (dark) and bytes at {link} GB/s (light)</text>',
-    ]
-    for i, r in enumerate(results):
-        for j, (name, compute, total) in enumerate((("stock", "stock_ms", "stock_total"), ("gather", "gather_bf16_ms", "gather_total"))):
-            x = 40 + i * (2 * bar + gap) + j * bar
-            whole, dark = r[f"{total}_{link}_ms"] / top * height, r[compute] / top * height
-            colours = ("#9aa5b1", "#52606d") if name == "stock" else ("#8fd3c8", "#147d64")
-            parts.append(f'<rect x="{x}" y="{30 + height - whole:.1f}" width="{bar - 2}" height="{whole:.1f}" fill="{colours[0]}"/>')
-            parts.append(f'<rect x="{x}" y="{30 + height - dark:.1f}" width="{bar - 2}" height="{dark:.1f}" fill="{colours[1]}"/>')
-            parts.append(f'<text x="{x}" y="{26 + height - whole:.1f}" font-size="9">{r[f"{total}_{link}_ms"]:.1f}</text>')
-        parts.append(f'<text x="{40 + i * (2 * bar + gap)}" y="{height + 46}">DCP{r["dcp"]}</text><text x="{40 + i * (2 * bar + gap)}" y="{height + 60}">{r["context"] // 1024}k</text>')
-    parts.append(f'<text x="40" y="{height + 80}">left: stock, right: gather</text></svg>')
-    path.write_text("\n".join(parts))
+        yield [
+            str(r["dcp"]),
+            f"{r['context'] // 1024}k",
+            *(f"{r[k]:.2f}" for k in ("stock_ms", "gather_bf16_ms", "gather_fp8_ms", "compute_ratio")),
+            *(f"{r[k] / 1e6:.0f}" for k in ("stock_bytes", "gather_bytes")),
+            *(f"{r[f'stock_total_{link}_ms']:.1f}>{r[f'gather_total_{link}_ms']:.1f}" for link in LINKS),
+            *(f"{r[k]:.0f}" for k in ("remap_us", "upstream_remap_us", "copy_us")),
+        ]
 
 
 def main():
@@ -242,13 +200,12 @@ def main():
         del rank
         torch.cuda.empty_cache()
     print(f"{torch.cuda.get_device_name()}, {ROWS} rows, top-k {TOPK}, {HEADS} heads at TP{TP}; X GB/s: modelled total, stock>gather, ms")
-    print(table(results))
+    print(table(list(rows_of_table(results))))
     worst = max(r["compute_ratio"] for r in results if r["dcp"] == 8)
     print(f"compute at DCP8: at most {worst:.2f} of stock (target {TARGET})")
-    out = ROOT / "bench" / "out"
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "ckv_gather.json").write_text(json.dumps(dict(schema=1, device=torch.cuda.get_device_name(), rows=ROWS, topk=TOPK, heads=HEADS, tp=TP, results=results), indent=1) + "\n")
-    plot(results, out / "ckv_gather.svg")
+    OUT.mkdir(parents=True, exist_ok=True)
+    found = dict(schema=1, benchmark="ckv_gather", device=torch.cuda.get_device_name(), rows=ROWS, topk=TOPK, heads=HEADS, tp=TP, results=results)
+    (OUT / "ckv_gather.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

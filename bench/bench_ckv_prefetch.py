@@ -43,7 +43,8 @@ from vllm.triton_utils import tl, triton  # noqa: E402
 from vllm.v1.attention.ops import ckv_gather, ckv_remap  # noqa: E402
 from vllm.v1.worker import workspace  # noqa: E402
 
-PAGE, RECORD, LATENT, ROPE = 64, 656, 512, 64
+from bench.common import LATENT, OUT, PAGE, RECORD, ROPE, make_records  # noqa: E402
+
 HEADS, PADDED_HEADS = 16, 64
 SCALE = (LATENT + ROPE) ** -0.5
 
@@ -57,15 +58,6 @@ def _link_kernel(own, others, dst, n, total, BLOCK: tl.constexpr):
         mine = tl.load(own + index, mask=index < n)
         theirs = tl.load(others + index - n, mask=(index >= n) & (index < total))
         tl.store(dst + index, tl.where(index < n, mine, theirs), mask=index < total)
-
-
-def make_records(rows, device):
-    """Records that decode to finite values."""
-    data = torch.randint(0, 256, (rows, RECORD), dtype=torch.uint8, device=device)
-    data[:, :LATENT] &= 0xBF  # e4m3 below 2
-    data[:, LATENT : LATENT + 16] = torch.ones((rows, 4), device=device).view(torch.uint8)
-    data[:, LATENT + 16 :] = torch.randn((rows, ROPE), device=device).to(torch.bfloat16).view(torch.uint8)
-    return data
 
 
 class Link:
@@ -213,7 +205,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--topk", type=int, default=2048)
     parser.add_argument("--link-programs", type=int, default=16, help="thread blocks of the sm link")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "out" / "ckv_prefetch.json")
+    parser.add_argument("--out", type=pathlib.Path, default=OUT / "ckv_prefetch.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a GPU.")

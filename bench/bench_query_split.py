@@ -25,9 +25,10 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from tests.distributed.indexer_batch import FLAG, LAYER, Batch, Shape, common_metadata, make_builder, make_config
+from bench.common import INDEX_HEADS, OUT, IndexerChunk
+from tests.distributed.indexer_batch import FLAG
 
-HEADS, DIM, TOPK, BLOCK = 64, 128, 2048, 64
+TOPK = 2048
 PARTS = ("gather", "score", "topk", "merge", "exchange")
 MIB = 2**20
 
@@ -107,51 +108,29 @@ class StubSplitGroup:
 
 
 def measure(timer, tp, dcp, context, tokens, interleave, repeats, row_cost):
-    from vllm.config import CUDAGraphMode
     from vllm.model_executor.layers import sparse_attn_indexer as indexer
     from vllm.v1.attention.backends.mla import indexer as backend
     from vllm.v1.attention.ops import query_split
 
     q = tp // dcp
     tokens = min(tokens, context)
-    shape = Shape(topk=TOPK, heads=HEADS, dim=DIM, block_size=BLOCK, max_tokens=tokens, max_len=-(-context // BLOCK), device="cuda:0")
     group = StubDcpGroup(dcp, tokens)
     backend.get_dcp_group = indexer.get_dcp_group = lambda: group
     if row_cost is not None:
         backend.ROW_COST_KEYS = row_cost
-    torch.manual_seed(0)
-    batch = Batch([(context, tokens)], interleave, 0, 0, torch.randn(tokens, HEADS, DIM, device="cuda").to(torch.float8_e4m3fn),
-                  torch.randn(tokens, HEADS, device="cuda"), [])  # fmt: skip
-    common = common_metadata(batch, shape, 0, dcp)
-    pages = int(common.block_table_tensor.max()) + 1
-    keys = torch.randn(pages * BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
-    cache = torch.zeros((pages, BLOCK, DIM + 4), dtype=torch.uint8, device="cuda")
-    from vllm import _custom_ops as ops
-
-    ops.indexer_k_quant_and_cache(keys, cache, torch.arange(pages * BLOCK, device="cuda"), 128, "ue8m0")
-    buffer = torch.full((tokens, TOPK), -1, dtype=torch.int32, device="cuda")
+    chunk = IndexerChunk(tp, dcp, 0, context, tokens, interleave, TOPK, torch.device("cuda", 0))
 
     def prepare(split: bool, rank: int):
         """The call, the rows of each rank, and the number of chunks."""
         split_group = StubSplitGroup(q, rank)
         query_split.get_query_split_group = indexer.get_query_split_group = lambda: split_group
-        config = make_config(shape, tp, dcp, interleave)
-        config.model_config.max_model_len = 163840
-        config.attention_config.sparse_mla_prefill_workspace_factor = 5
-        metadata = make_builder(config, shape, split).build(0, common)
-        sizes = metadata.prefill.row_shard_sizes
-        assert (sizes is not None) == split
-        context_ = types.SimpleNamespace(attn_metadata={LAYER: metadata}, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+        run, prefill = chunk.call(split)
 
         def call():
             indexer.get_query_split_group = lambda: split_group
-            indexer.get_forward_context = lambda: context_
-            indexer.sparse_attn_indexer(
-                batch.q, LAYER, cache, batch.q, None, None, batch.weights, 128, None, TOPK, DIM, context, context, buffer, True, False, False, "",
-                dcp_rank=0, dcp_world_size=dcp, cp_kv_cache_interleave_size=interleave, skip_topk_buffer_clear=True,
-            )  # fmt: skip
+            run()
 
-        return call, sizes, len(metadata.prefill.chunks)
+        return call, prefill.row_shard_sizes, len(prefill.chunks)
 
     prepared = [prepare(False, 0)] + [prepare(True, rank) for rank in range(q)]
     chunks, sizes = prepared[0][2], prepared[1][1]
@@ -188,7 +167,7 @@ def main():
     init_workspace_manager(torch.device("cuda:0"))
     timer = Timer()
     rows = []
-    print(f"{torch.cuda.get_device_name()}, {args.tokens}-token chunk, {HEADS} heads, top-{TOPK}, interleave {args.interleave}")
+    print(f"{torch.cuda.get_device_name()}, {args.tokens}-token chunk, {INDEX_HEADS} heads, top-{TOPK}, interleave {args.interleave}")
     print("topology   context  q  rows of slowest   score unsplit  split  saved   all unsplit  split  saved   exchange  merge before  after")
     for topology in args.topologies:
         tp, dcp = map(int, topology.split("/"))
@@ -206,9 +185,9 @@ def main():
             row["measured_row_cost_keys"] = unsplit["merge"] / row["tokens"] / per_key
             print(f"{'':20s} a row's merge costs as much as scoring {row['measured_row_cost_keys']:.0f} keys of the context (transfer not counted)")
             torch.cuda.empty_cache()
-    out = ROOT / "bench" / "out" / "query_split.json"
+    out = OUT / "query_split.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "row_cost": args.row_cost, "rows": rows}, indent=1))
+    out.write_text(json.dumps({"schema": 1, "benchmark": "query_split", "device": torch.cuda.get_device_name(), "row_cost": args.row_cost, "rows": rows}, indent=1))
     print(f"wrote {out.relative_to(ROOT)}")
 
 
