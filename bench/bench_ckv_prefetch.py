@@ -34,8 +34,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.update(VLLM_DCP_CKV_GATHER="1", VLLM_DCP_CKV_PREFETCH="1")
 
-import tests.gpu._ckv_ranks  # noqa: E402, F401  the stub for flash attention
-
 import torch  # noqa: E402
 
 from vllm import _custom_ops as ops  # noqa: E402

@@ -236,11 +236,8 @@ class World:
             print_table(section, [row for row in self.results.read()[section] if self.name.items() <= row.items()])
 
     def machine(self) -> None:
-        comm = self.group.device_communicator.pynccl_comm
-        if comm is None or comm.disabled:
-            raise RuntimeError("the DCP group has no PyNCCL communicator: nothing of this would be what vLLM does on several GPUs")
         if self.rank == 0:
-            self.results.set(device=torch.cuda.get_device_name(self.device), nccl=comm.nccl.ncclGetVersion())
+            self.results.set(device=torch.cuda.get_device_name(self.device), nccl=self.group.device_communicator.pynccl_comm.nccl.ncclGetVersion())
 
     # ---- sections
 
@@ -379,7 +376,6 @@ def gather_left_out(backend):
 
 def measure_world(rank: int, tp: int, dcp: int, settings: argparse.Namespace) -> None:
     """What each rank runs."""
-    import tests.gpu._ckv_ranks  # noqa: F401  before vllm: it stands in for flash attention where that is absent
     from tests.gpu.ranks import vllm_world
 
     with vllm_world(rank, tp, tp=tp, dcp=dcp):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every way to run ranks as processes shares: a port to meet at, and an end that always comes."""
+import contextlib
 import queue
+import random
 import socket
 import time
 from collections.abc import Sequence
@@ -15,10 +17,13 @@ def _lost_peer(text: str) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A TCP port of this machine that nobody listens on. Below those that the system gives to connections (from 32768 on): it may
+    take a rank half a minute until it listens, while other worlds connect."""
+    while True:
+        port = random.SystemRandom().randrange(12000, 32000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def collect(processes: Sequence, results, timeout: float) -> list[Any]:

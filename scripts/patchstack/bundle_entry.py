@@ -10,14 +10,17 @@ one, the variables are printed. `python` in COMMAND is this Python.
 """
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import hashlib
+import importlib.util
 import io
 import json
 import lzma
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 import tarfile
 
@@ -152,6 +155,45 @@ def assemble(folder, into):
         os.close(lock)
 
 
+def host_nccl():
+    """The NCCL that PyTorch brought, or None."""
+    with contextlib.suppress(ModuleNotFoundError):
+        spec = importlib.util.find_spec("nvidia.nccl")
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            if (library := pathlib.Path(folder) / "lib" / "libnccl.so.2").exists():
+                return library
+    return None
+
+
+# The interface of NCCL 2.29.7, as far as vLLM asks for it. 5 is ncclInvalidUsage.
+SUSPEND = "int ncclCommSuspend(void *comm, int flags) { return 5; }\nint ncclCommResume(void *comm) { return 5; }\n"
+
+
+def with_suspend(nccl, into):
+    """A library that is `nccl` (a path) and has ncclCommSuspend and ncclCommResume, or None if `nccl` has them itself.
+
+    vLLM v0.33.0 does without PyNCCL, and says nothing, where they are missing: before NCCL 2.29.7. Only its sleep mode calls
+    them, which here is an error.
+    """
+    if hasattr(ctypes.CDLL(str(nccl)), "ncclCommSuspend"):
+        return None
+    target = into / "nccl" / "libnccl_and_suspend.so"
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if not target.exists() and compiler:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = target.with_name(f"{os.getpid()}.so")
+        line = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-x", "none", "-o", str(scratch), "-Wl,--no-as-needed", str(nccl), f"-Wl,-rpath,{nccl.parent}"]
+        done = subprocess.run(line, input=SUSPEND, capture_output=True, text=True)
+        if done.returncode:
+            say(f"warning: {' '.join(line)}: {done.stderr.strip()}")
+        else:
+            scratch.replace(target)
+    if not target.exists():
+        say(f"warning: {nccl} is older than 2.29.7 and needs a C compiler here to serve vLLM: PyNCCL will be off, several GPUs will not work")
+        return None
+    return target
+
+
 def environment(into):
     """The variables that the command needs; what the caller has set stays, PYTHONPATH goes in front of theirs."""
     site = into / "site"
@@ -165,6 +207,8 @@ def environment(into):
         nvcc = shutil.which("nvcc") or next((str(p) for p in [pathlib.Path("/usr/local/cuda/bin/nvcc")] if p.exists()), None)
         if nvcc:
             ours["CUDA_HOME"] = str(pathlib.Path(nvcc).resolve().parents[1])
+    if "VLLM_NCCL_SO_PATH" not in os.environ and (nccl := host_nccl()) and (library := with_suspend(nccl, into)):
+        ours["VLLM_NCCL_SO_PATH"] = str(library)
     return ours
 
 

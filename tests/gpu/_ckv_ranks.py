@@ -8,41 +8,13 @@ same requests, queries, records and ids; each keeps its shard of the cache and i
 Two layers run the same batch: MLAAttention.forward_impl ("generic") and the fused DeepSeek-V3.2 attention ("fused").
 """
 import contextlib
-import importlib.util
 import math
 import os
-import pathlib
-import sys
-import types
 from types import SimpleNamespace as NS
 
-
-def stub_flash_attention() -> None:
-    """Stand in for vllm.vllm_flash_attn where its extension is absent: all prefill goes through MQA here."""
-    spec = importlib.util.find_spec("vllm")
-    roots = [pathlib.Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
-    if os.environ.get("TRITON_INTERPRET") == "1" or any(list(root.glob("vllm_flash_attn/*.so")) for root in roots):
-        return
-
-    def absent(name):
-        def call(*args, **kwargs):
-            raise RuntimeError(f"flash attention is not here: {name}")
-
-        return call
-
-    for name in ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"):
-        module = types.ModuleType(name)
-        module.__path__ = []
-        module.is_fa_version_supported = lambda *a, **k: False
-        module.__getattr__ = lambda attribute: absent(attribute) if not attribute.startswith("__") else None
-        sys.modules.setdefault(name, module)
-
-
-stub_flash_attention()
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import numpy as np
+import torch
+import torch.distributed as dist
 
 NOPE, ROPE, LATENT, V = 128, 64, 512, 128
 PAGE = 64

@@ -73,6 +73,16 @@ def require_nccl(world: int) -> None:
         pytest.skip(f"{CHOICE}=gloo" if os.environ.get(CHOICE) else f"needs {world} GPUs")
 
 
+def require_pynccl() -> None:
+    """Raise RuntimeError where vLLM's groups do without PyNCCL: with too old a NCCL it is off, without a word, and collectives
+    like reduce_scatter return memory that nobody wrote."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    comm = get_tp_group().device_communicator.pynccl_comm
+    if comm is None or comm.disabled:
+        raise RuntimeError(f"PyNCCL is off: vLLM v0.33.0 wants NCCL 2.29.7, PyTorch has {'.'.join(map(str, torch.cuda.nccl.version()))}; name one by VLLM_NCCL_SO_PATH")
+
+
 def device(rank: int) -> torch.device:
     """Where `rank` of the world that this process belongs to computes."""
     if not torch.cuda.is_available():
@@ -145,6 +155,8 @@ def vllm_world(rank: int, world: int, tp: int | None = None, dcp: int = 1):
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(world, rank, "env://", on.index or 0, backend=backend)
         parallel_state.initialize_model_parallel(tp or world, 1, 1, dcp, backend=backend)
+        if nccl:
+            require_pynccl()
         yield config
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()

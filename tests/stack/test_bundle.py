@@ -244,3 +244,33 @@ def test_a_package_with_another_hash_is_refused(ready):
 def test_lint_knows_the_list_of_packages(ready):
     assert "bundle.txt" not in ready.run("lint", code=None).out
     json.loads(build(ready).out)
+
+
+# ------------------------------------------------------------------------------------------------ NCCL of the host
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_an_old_nccl_gets_what_vllm_asks_for(tmp_path, capsys):
+    """vLLM turns PyNCCL off where ncclCommSuspend is missing."""
+    from scripts.patchstack import bundle_entry
+
+    libraries = {}
+    for name, source in (("old", "int ncclGetVersion(int *v) { *v = 22809; return 0; }"), ("new", "int ncclCommSuspend(void *c, int f) { return 0; }")):
+        libraries[name] = tmp_path / name / "libnccl.so.2"
+        libraries[name].parent.mkdir()
+        subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-x", "c", "-", "-o", libraries[name]], input=source, text=True, check=True)
+    assert bundle_entry.with_suspend(libraries["new"], tmp_path / "into") is None and not (tmp_path / "into").exists()
+    found = bundle_entry.with_suspend(libraries["old"], tmp_path / "into")
+    # In a process of its own: this one has loaded a library of that name.
+    code = "import ctypes, sys; n = ctypes.CDLL(sys.argv[1]); v = ctypes.c_int(); n.ncclGetVersion(ctypes.byref(v)); print(v.value, n.ncclCommSuspend(None, 0), n.ncclCommResume(None))"
+    assert subprocess.run([sys.executable, "-c", code, found], capture_output=True, text=True, check=True).stdout.split() == ["22809", "5", "5"]
+    assert bundle_entry.with_suspend(libraries["old"], tmp_path / "into") == found and {p.name for p in found.parent.iterdir()} == {found.name}
+
+
+def test_an_old_nccl_without_a_compiler_is_told(tmp_path, monkeypatch, capsys):
+    from scripts.patchstack import bundle_entry
+
+    monkeypatch.setattr(bundle_entry.ctypes, "CDLL", lambda path: object())
+    monkeypatch.setattr(bundle_entry.shutil, "which", lambda name: None)
+    assert bundle_entry.with_suspend(tmp_path / "libnccl.so.2", tmp_path / "into") is None
+    assert "PyNCCL will be off" in "".join(capsys.readouterr())
