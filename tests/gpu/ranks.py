@@ -90,11 +90,6 @@ def device(rank: int) -> torch.device:
     return torch.device("cuda", rank if over_nccl(int(os.environ.get("WORLD_SIZE", "1"))) else 0)
 
 
-def memory_share(world: int, of: float = 0.8) -> float:
-    """`gpu_memory_utilization` of each rank: it counts the whole card."""
-    return of if over_nccl(world) else of / world
-
-
 def _rank_main(fn, rank, world, args, results) -> None:
     try:
         results.put((rank, True, fn(rank, world, *args)))
