@@ -165,7 +165,6 @@ def test_nccl_where_every_rank_has_a_gpu(monkeypatch, choice, gpus, nccl):
     monkeypatch.delenv(ranks.CHOICE) if choice is None else monkeypatch.setenv(ranks.CHOICE, choice)
     assert ranks.over_nccl(2) is nccl
     assert ranks.over_nccl(1) is False
-    assert ranks.memory_share(2) == (0.8 if nccl else 0.4)
 
 
 def test_what_nccl_needs(monkeypatch):
