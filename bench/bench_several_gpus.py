@@ -20,7 +20,7 @@ Needs at least 2 GPUs of one host. All ranks work at once on one chunk at the en
 
     hidden = 1 - (prefetch - compute) / (synchronous - compute)
 
-In the first three sections the variants take turns in every repeat, a repeat counts as long as its slowest rank, ranks start
+In the first three sections the variants take turns in every repeat, in rotating order, a repeat counts as long as its slowest rank, ranks start
 together, and medians over repeats are shown. An engine reads the flags when it starts, so in the last one the variants run one
 after the other. Ids and records are random; all ranks select the same ids.
 
@@ -203,9 +203,12 @@ class World:
             return event
 
         times = {name: [] for name in steps}
+        order = list(steps)
         for number in range(WARMUP + self.settings.repeats):
-            for name, prepare in steps.items():
-                run = prepare()
+            # Each stands behind each other one in turn: clocks sink under load and recover while collectives run.
+            turn = number % len(order)
+            for name in order[turn:] + order[:turn]:
+                run = steps[name]()
                 torch.cuda.synchronize()
                 self.world.barrier()
                 self.scratch.zero_()
