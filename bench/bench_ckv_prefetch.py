@@ -38,7 +38,7 @@ import torch  # noqa: E402
 
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.triton_utils import tl, triton  # noqa: E402
-from vllm.v1.attention.ops import ckv_gather, ckv_remap  # noqa: E402
+from vllm.v1.attention.ops import ckv_gather, ckv_plan, ckv_remap  # noqa: E402
 from vllm.v1.worker import workspace  # noqa: E402
 
 from bench.common import LATENT, OUT, PAGE, RECORD, ROPE, make_records  # noqa: E402
@@ -84,7 +84,7 @@ class Step:
         self.args, self.context, self.chunk = args, context, chunk
         self.device = device = torch.device("cuda")
         world = args.world
-        self.config = ckv_gather.CKVGatherConfig(
+        self.config = ckv_plan.CKVGatherConfig(
             dcp_world_size=world, dcp_rank=0, interleave=args.interleave, min_tokens=0, max_tokens=context, max_num_seqs=1, max_num_batched_tokens=chunk,
             record_bytes=RECORD, decode_query_len=1, num_layers=args.layers, prefetch=prefetch,
         )  # fmt: skip
@@ -95,7 +95,7 @@ class Step:
         self.workspace = ckv_gather.reserve_ckv_gather_workspace(self.config)
         for buffer in self.workspace.prefetch.buffers if prefetch else [self.workspace.gathered]:
             buffer.copy_(make_records(len(buffer), device))
-        self.planner = ckv_gather.CKVGatherPlanner(self.config, device)
+        self.planner = ckv_plan.CKVGatherPlanner(self.config, device)
         self.link = Link(link, world, self.config.rows_per_rank, device, args.link_programs)
         blocks = self.config.rows_per_rank // PAGE + 1
         self.block_table = torch.randperm(blocks, device=device).to(torch.int32)[None]
@@ -109,7 +109,7 @@ class Step:
             layer.layer_name = f"model.layers.{i}.self_attn.attn"
             layer.kv_cache = make_records(blocks * PAGE, device).view(blocks, PAGE, RECORD)
             self.layers.append(layer)
-        mine = ckv_gather.ckv_layout([context - chunk, context], world, args.interleave).rank_req_lens[0]
+        mine = ckv_plan.ckv_layout([context - chunk, context], world, args.interleave).rank_req_lens[0]
         rows = torch.arange(int(mine[0]), int(mine[1]), device=device)
         self.slots = self.block_table[0][rows // PAGE].long() * PAGE + rows % PAGE
         self.new_rows = make_records(len(rows), device)

@@ -245,7 +245,8 @@ class World:
     # ---- sections
 
     def link(self) -> None:
-        from vllm.v1.attention.ops.ckv_gather import all_gather_bytes, ckv_layout
+        from vllm.v1.attention.ops.ckv_gather import all_gather_bytes
+        from vllm.v1.attention.ops.ckv_plan import ckv_layout
 
         tokens, others = self.settings.tokens, self.dcp - 1
         manager = self.attention(CKV_GATHER=0).layer.dcp_manager

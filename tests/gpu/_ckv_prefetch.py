@@ -50,14 +50,14 @@ class Model:
     """
 
     def __init__(self, rank, world, device, *, interleave, layers, prefetch, requests=8, max_len=2048, max_tokens=512, delays=False, host_delays=False, min_history=1):
-        from vllm.v1.attention.ops import ckv_gather, ckv_prefetch_torch
+        from vllm.v1.attention.ops import ckv_gather, ckv_plan, ckv_prefetch_torch
         from vllm.v1.worker import workspace
 
         ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY = min_history
         self.rank, self.world, self.device, self.interleave = rank, world, torch.device(device), interleave
         self.random = random.Random(rank) if delays else None
         self.host_delays = host_delays
-        self.config = ckv_gather.CKVGatherConfig(
+        self.config = ckv_plan.CKVGatherConfig(
             dcp_world_size=world, dcp_rank=rank, interleave=interleave, min_tokens=0, max_tokens=requests * max_len, max_num_seqs=requests,
             max_num_batched_tokens=max_tokens, record_bytes=RECORD, decode_query_len=1, prefetch=prefetch,
         )  # fmt: skip
@@ -68,7 +68,7 @@ class Model:
         for buffer in self.workspace.prefetch.buffers if prefetch else [self.workspace.gathered]:
             buffer.fill_(255)
         workspace.lock_workspace()
-        self.planner = ckv_gather.CKVGatherPlanner(self.config, self.device)
+        self.planner = ckv_plan.CKVGatherPlanner(self.config, self.device)
         self.pages_each = max_len // world // PAGE + 2
         table = np.random.default_rng(rank).permutation(requests * self.pages_each).reshape(requests, self.pages_each)
         self.block_table = table.astype(np.int32)

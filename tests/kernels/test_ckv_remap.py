@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.attention.ops.ckv_gather import ckv_layout
+from vllm.v1.attention.ops.ckv_plan import ckv_layout
 from vllm.v1.attention.ops.ckv_remap import map_global_topk_to_gathered_ckv
 
 from tests.oracle import deal

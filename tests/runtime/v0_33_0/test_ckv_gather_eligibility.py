@@ -7,8 +7,9 @@ import pytest
 import torch
 from vllm import envs
 from vllm.distributed import parallel_state
-from vllm.v1.attention.ops import ckv_gather
-from vllm.v1.attention.ops.ckv_gather import CKVGatherConfig, ckv_gather_flags, ckv_gather_refusal, reserve_ckv_gather_workspace
+from vllm.v1.attention.ops import ckv_gather, ckv_plan
+from vllm.v1.attention.ops.ckv_gather import reserve_ckv_gather_workspace
+from vllm.v1.attention.ops.ckv_plan import CKVGatherConfig, ckv_gather_flags, ckv_gather_refusal
 from vllm.v1.worker import workspace
 
 from tests.gpu._ckv_ranks import make_config
@@ -27,7 +28,7 @@ def clean_flags(monkeypatch):
 
 @pytest.fixture
 def dcp_rank(monkeypatch):
-    monkeypatch.setattr(ckv_gather, "get_dcp_group", lambda: type("Group", (), {"rank_in_group": 1}))
+    monkeypatch.setattr(ckv_plan, "get_dcp_group", lambda: type("Group", (), {"rank_in_group": 1}))
 
 
 CONFIG = CKVGatherConfig(
@@ -84,14 +85,14 @@ def test_predicate_truth_table():
 
 def test_flag_defaults():
     assert (envs.VLLM_DCP_CKV_GATHER, envs.VLLM_DCP_CKV_GATHER_MIN_TOKENS, envs.VLLM_DCP_CKV_GATHER_MAX_TOKENS) == (False, 16, 524288)
-    assert ckv_gather_flags() == ckv_gather_flags(b12x=True) == ckv_gather.CKVGatherFlags(False, 16, 524288)
+    assert ckv_gather_flags() == ckv_gather_flags(b12x=True) == ckv_plan.CKVGatherFlags(False, 16, 524288)
 
 
 def test_b12x_names_win_for_b12x_alone(monkeypatch):
     for name, value in zip(NAMES, ("1", "5", "4096"), strict=True):
         monkeypatch.setenv(f"VLLM_B12X_MLA_{name}", value)
-    assert ckv_gather_flags() == ckv_gather.CKVGatherFlags(False, 16, 524288)
-    assert ckv_gather_flags(b12x=True) == ckv_gather.CKVGatherFlags(True, 5, 4096)
+    assert ckv_gather_flags() == ckv_plan.CKVGatherFlags(False, 16, 524288)
+    assert ckv_gather_flags(b12x=True) == ckv_plan.CKVGatherFlags(True, 5, 4096)
     monkeypatch.setenv("VLLM_DCP_CKV_GATHER", "1")
     monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER", "0")
     assert ckv_gather_flags().enabled and not ckv_gather_flags(b12x=True).enabled
@@ -100,7 +101,7 @@ def test_b12x_names_win_for_b12x_alone(monkeypatch):
 def test_dcp_names_serve_b12x_too(monkeypatch):
     for name, value in zip(NAMES, ("1", "7", "900"), strict=True):
         monkeypatch.setenv(f"VLLM_DCP_{name}", value)
-    assert ckv_gather_flags(b12x=True) == ckv_gather.CKVGatherFlags(True, 7, 900)
+    assert ckv_gather_flags(b12x=True) == ckv_plan.CKVGatherFlags(True, 7, 900)
 
 
 @pytest.mark.parametrize("name, value", [("MIN_TOKENS", "-1"), ("MAX_TOKENS", "0"), ("MIN_TOKENS", "many"), ("MAX_TOKENS", "")])
@@ -166,7 +167,7 @@ def test_capacity_holds_the_worst_batch(world, interleave, seqs, total):
     worst = [min(interleave, total // seqs)] * seqs
     stripe = world * interleave
     for lens in ([total], worst, [total - (seqs - 1)] + [1] * (seqs - 1), [(total // seqs) // stripe * stripe + min(interleave, total // seqs % stripe)] * seqs):
-        layout = ckv_gather.ckv_layout(torch.tensor(lens).numpy(), world, interleave)
+        layout = ckv_plan.ckv_layout(torch.tensor(lens).numpy(), world, interleave)
         assert layout.padded_total <= config.rows_per_rank
 
 
@@ -202,4 +203,4 @@ def test_never_allocated_late(manager):
 def test_groups_are_not_needed_when_off():
     """No DCP group exists here; the off path must not ask for it."""
     assert parallel_state._DCP is None
-    assert ckv_gather.make_ckv_gather_planner(make_config(2), "fp8_ds_mla", torch.device("cpu")) is None
+    assert ckv_plan.make_ckv_gather_planner(make_config(2), "fp8_ds_mla", torch.device("cpu")) is None

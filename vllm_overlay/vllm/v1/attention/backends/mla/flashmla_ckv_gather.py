@@ -9,11 +9,11 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.ops.ckv_gather import (
-    CKVGatherConfig,
     await_ckv,
     gather_ckv,
     reserve_ckv_gather_workspace,
 )
+from vllm.v1.attention.ops.ckv_plan import CKVGatherConfig
 from vllm.v1.attention.ops.ckv_remap import map_global_topk_to_gathered_ckv
 from vllm.v1.worker.workspace import current_workspace_manager
 
