@@ -62,3 +62,15 @@ def vllm_world(rank: int, world: int):
         finally:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
+
+
+def in_dcp_world(rank: int, world: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(rank, world, *args)` in groups of TP = DCP = `world`, with torch in place of the compiled operations. For `run_ranks`."""
+    from vllm.distributed import parallel_state
+
+    from tests.gpu._ckv_ranks import use_torch_ops
+
+    use_torch_ops()
+    with vllm_world(rank, world):
+        parallel_state.initialize_model_parallel(world, 1, 1, world)
+        return fn(rank, world, *args)

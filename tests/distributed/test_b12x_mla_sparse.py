@@ -8,11 +8,10 @@ dense float64 attention over the selected records. TOLERANCE: outputs are bfloat
 import math
 
 import pytest
-import torch
 
-from tests.distributed.ranks import run_ranks, vllm_world
+from tests.distributed.ranks import in_dcp_world, run_ranks
 from tests.gpu._b12x_ranks import B12xRank, use_stand_in
-from tests.gpu._ckv_ranks import Batch, error, use_torch_ops
+from tests.gpu._ckv_ranks import Batch, error
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(600)]
 
@@ -30,13 +29,7 @@ CONFIG = dict(heads=HEADS, max_tokens=64, max_model_len=1024)
 
 
 def _in_world(rank, world, fn, *args):
-    from vllm.distributed import parallel_state
-
-    torch.set_num_threads(1)
-    use_torch_ops()
-    with vllm_world(rank, world):
-        parallel_state.initialize_model_parallel(world, 1, 1, world)
-        return fn(rank, world, use_stand_in(), *args)
+    return in_dcp_world(rank, world, lambda rank, world: fn(rank, world, use_stand_in(), *args))
 
 
 def _batch(name, heads=HEADS, holes=False):

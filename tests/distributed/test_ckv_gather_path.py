@@ -5,10 +5,9 @@ Only compiled operations are torch references (`use_torch_ops`). The reference i
 records. TOLERANCE: outputs and the upconverted records are bfloat16 (relative 2**-9 each), nothing else differs.
 """
 import pytest
-import torch
 
-from tests.distributed.ranks import run_ranks, vllm_world
-from tests.gpu._ckv_ranks import Batch, Rank, broken, error, use_torch_ops
+from tests.distributed.ranks import in_dcp_world, run_ranks
+from tests.gpu._ckv_ranks import Batch, Rank, broken, error
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(300)]
 
@@ -23,16 +22,6 @@ BATCHES = {
     "mixed": ([(40, 1), (129, 1), (0, 12), (64, 10)], 2),
     "mixed-empty-shard": ([(0, 1), (3, 1), (5, 20)], 2),
 }
-
-
-def _in_world(rank, world, fn, *args):
-    from vllm.distributed import parallel_state
-
-    torch.set_num_threads(1)
-    use_torch_ops()
-    with vllm_world(rank, world):
-        parallel_state.initialize_model_parallel(world, 1, 1, world)
-        return fn(rank, world, *args)
 
 
 def _compare(rank, world, interleave, names, layer):
@@ -83,7 +72,7 @@ def _compare(rank, world, interleave, names, layer):
     ],
 )
 def test_gather_and_stock_agree_with_float64(world, interleave, layer, names):
-    for results in run_ranks(_in_world, world, _compare, interleave, names, layer, timeout=250):
+    for results in run_ranks(in_dcp_world, world, _compare, interleave, names, layer, timeout=250):
         assert all(gather < TOLERANCE and stock < TOLERANCE for gather, stock in results.values()), results
 
 
@@ -101,7 +90,7 @@ def _break(rank, world, how):
 
 @pytest.mark.parametrize("how", ["nothing", "local-clamp", "wrong-start", "stale-workspace"])
 def test_broken_on_purpose_is_seen(how):
-    errors = run_ranks(_in_world, 2, _break, how)
+    errors = run_ranks(in_dcp_world, 2, _break, how)
     if how == "nothing":
         assert max(errors) < TOLERANCE, errors
     else:
@@ -121,4 +110,4 @@ def _fp8_kernel(rank, world):
 
 
 def test_fp8_kernel_over_gathered_records():
-    assert max(run_ranks(_in_world, 2, _fp8_kernel)) < TOLERANCE
+    assert max(run_ranks(in_dcp_world, 2, _fp8_kernel)) < TOLERANCE

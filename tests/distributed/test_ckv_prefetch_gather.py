@@ -8,25 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.ranks import run_ranks, vllm_world
+from tests.distributed.ranks import in_dcp_world, run_ranks
 from tests.gpu._ckv_prefetch import ENV, SCENARIO, Model, Solo, check, compare, random_scenario
-from tests.gpu._ckv_ranks import Batch, Rank, use_torch_ops
+from tests.gpu._ckv_ranks import Batch, Rank
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(400)]
 
 
-def _in_world(rank, world, fn, *args):
-    from vllm.distributed import parallel_state
-
-    torch.set_num_threads(1)
-    use_torch_ops()
-    with vllm_world(rank, world):
-        parallel_state.initialize_model_parallel(world, 1, 1, world)
-        return fn(rank, world, *args)
-
-
 def ranks(world, fn, *args):
-    return run_ranks(_in_world, world, fn, *args, env=ENV, timeout=350)
+    return run_ranks(in_dcp_world, world, fn, *args, env=ENV, timeout=350)
 
 
 def _compare(rank, world, interleaves, layers):
