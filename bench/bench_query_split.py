@@ -97,6 +97,8 @@ class StubDcpGroup:
 
 
 class StubSplitGroup:
+    device_communicator = types.SimpleNamespace(pynccl_comm=types.SimpleNamespace(disabled=False))
+
     def __init__(self, world: int, rank: int):
         self.world_size, self.rank_in_group = world, rank
 

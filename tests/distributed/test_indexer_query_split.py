@@ -265,7 +265,8 @@ def _config(mode=CUDAGraphMode.PIECEWISE, dcp=2):
 @pytest.fixture
 def group_of_four(monkeypatch):
     monkeypatch.setenv(FLAG, "1")
-    monkeypatch.setattr(query_split, "get_query_split_group", lambda: types.SimpleNamespace(world_size=4))
+    group = types.SimpleNamespace(world_size=4, device_communicator=types.SimpleNamespace(pynccl_comm=types.SimpleNamespace(disabled=False)))
+    monkeypatch.setattr(query_split, "get_query_split_group", lambda: group)
     lines = []
     monkeypatch.setattr(query_split.logger, "warning_once", lambda text, *args: lines.append(text % args))
     return lines
@@ -295,6 +296,20 @@ def test_one_line_where_it_cannot_work(group_of_four, monkeypatch):
     assert len(group_of_four) == 4 and all(FLAG in line for line in group_of_four)
     for line, word in zip(group_of_four, ("cudagraph_mode=FULL", "VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM", "ROCm"), strict=True):
         assert word in line
+
+
+@pytest.mark.parametrize("comm", [None, types.SimpleNamespace(disabled=True)])
+def test_pynccl_that_is_off_by_itself_is_an_error_at_start(group_of_four, monkeypatch, comm):
+    communicator = query_split.get_query_split_group().device_communicator
+    communicator.pynccl_comm = comm
+    monkeypatch.setattr(query_split.current_platform, "is_cuda", lambda: True)
+    with pytest.raises(RuntimeError, match="VLLM_NCCL_SO_PATH"):
+        query_split.query_split_size(_config())
+    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    assert query_split.query_split_size(_config()) == 4
+    monkeypatch.delenv("VLLM_DISABLE_PYNCCL")
+    communicator.pynccl_comm = types.SimpleNamespace(disabled=False)
+    assert query_split.query_split_size(_config()) == 4
 
 
 def test_pcp_and_elastic_ep_are_errors_at_start(monkeypatch):

@@ -63,13 +63,15 @@ def query_split_size(vllm_config: "VllmConfig") -> int:
     default is above usual batch sizes and the flag is an opt-in of its own.
 
     Raises:
-        RuntimeError: the flag and DCP are on but the group does not exist.
+        RuntimeError: the flag and DCP are on but the group does not exist, or PyNCCL
+            is off and no setting says so.
     """
     if not envs.VLLM_DCP_QUERY_SPLIT:
         return 1
     if vllm_config.parallel_config.decode_context_parallel_size == 1:
         return 1
-    size = get_query_split_group().world_size
+    group = get_query_split_group()
+    size = group.world_size
     if size == 1:
         logger.info_once(
             "VLLM_DCP_QUERY_SPLIT=1: TP == DCP, the sparse indexer has no prefill "
@@ -84,6 +86,16 @@ def query_split_size(vllm_config: "VllmConfig") -> int:
             reason,
         )
         return 1
+    if _has_all_gatherv():
+        comm = group.device_communicator.pynccl_comm
+        if comm is None or comm.disabled:
+            # vLLM turns it off without a word where NCCL lacks a function.
+            raise RuntimeError(
+                "VLLM_DCP_QUERY_SPLIT=1 exchanges rows through PyNCCL, which is off "
+                "although VLLM_DISABLE_PYNCCL is not set: NCCL was not found or is "
+                "older than 2.29.7. Name another one in VLLM_NCCL_SO_PATH, or set "
+                "VLLM_DISABLE_PYNCCL=1 to exchange through torch.distributed."
+            )
     logger.info_once(
         "VLLM_DCP_QUERY_SPLIT=1: the sparse indexer splits prefill rows over %d ranks.",
         size,
