@@ -198,7 +198,7 @@ def main():
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--topk", type=int, default=2048)
-    parser.add_argument("--link-programs", type=int, default=4, help="thread blocks of the sm link: 4 copy about as fast as NCCL gathers over NVLink on two H200s, 190 GB/s")
+    parser.add_argument("--link-programs", type=int, default=16, help="thread blocks of the sm link")
     parser.add_argument("--out", type=pathlib.Path, default=OUT / "ckv_prefetch.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():

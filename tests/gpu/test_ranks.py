@@ -200,3 +200,23 @@ def test_ranks_are_told_before_they_import(monkeypatch, capfd):
             assert environment["VLLM_DISABLE_PYNCCL"] == ("1" if choice == "gloo" else "0")
     monkeypatch.setenv(ranks.CHOICE, before[ranks.CHOICE])
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_of_many_tests_start_once(monkeypatch, fails):
+    starts = []
+
+    def start(fn, world, timeout):
+        starts.append(world)
+        if fails:
+            raise AssertionError("rank 1 failed")
+        return ["found"] * world
+
+    monkeypatch.setattr(ranks, "run_dcp_ranks", start)
+    for _ in range(3):
+        if fails:
+            with pytest.raises(AssertionError, match="rank 1 failed"):
+                ranks.run_dcp_ranks_once(test_ranks_of_many_tests_start_once, 2, timeout=fails)
+        else:
+            assert ranks.run_dcp_ranks_once(test_ranks_of_many_tests_start_once, 2, timeout=fails) == ["found"] * 2
+    assert starts == [2]
