@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vllm import envs
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import get_ckv_prefetch_group, get_query_split_group, query_split_group_ranks
+from vllm.v1.attention.ops.ckv_gather import all_gather_bytes
 
 from tests.distributed.ranks import run_ranks, vllm_world
 
@@ -85,6 +86,14 @@ def _absent(getter):
     return True
 
 
+def _gather_bytes(group, mine):
+    """As the CKV gather does it. The prefetch group has no other way."""
+    assert group.device_communicator is None
+    gathered = mine.new_empty((group.world_size * mine.shape[0], *mine.shape[1:]))
+    all_gather_bytes(gathered.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8), group)
+    return gathered
+
+
 def _gather_all(rank, world, tp, pp, dp, dcp):
     """Create, use and destroy both groups two times; return what each all_gather brought."""
     seen = []
@@ -97,7 +106,7 @@ def _gather_all(rank, world, tp, pp, dp, dcp):
             seen.append(
                 {
                     "query_split": query_split.all_gather(mine, dim=0).tolist(),
-                    "prefetch": prefetch.all_gather(mine, dim=0).tolist(),
+                    "prefetch": _gather_bytes(prefetch, mine).tolist(),
                     "dcp": dcp_group.all_gather(mine, dim=0).tolist(),
                     "rank_in_query_split": query_split.rank_in_group,
                     "prefetch_is_dcp_ranks": prefetch.ranks == dcp_group.ranks and prefetch.rank_in_group == dcp_group.rank_in_group,

@@ -186,7 +186,7 @@ class Solo(Model):
     def __init__(self, world, device, **kwargs):
         from vllm.v1.attention.ops import ckv_gather
 
-        self.dcp, self.side = NS(world_size=world), NS(world_size=world)
+        self.dcp, self.side = (NS(world_size=world, torch_distributed_backend="a copy", unique_name=name) for name in ("dcp", "side"))
         before, ckv_gather.get_ckv_prefetch_group = ckv_gather.get_ckv_prefetch_group, lambda: self.side
         try:
             super().__init__(0, world, device, **kwargs)

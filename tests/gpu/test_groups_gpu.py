@@ -52,6 +52,29 @@ def check_gathers(name, group, on):
                 same(group.all_gatherv(every[members.index(me)].to(on), 0, sizes), every, f"{name} all_gatherv {dtype} {sizes}")
 
 
+def check_bytes(name, group, on):
+    """The gather of records, in memory as the prefetch has it. Returns what a GPU runs for it there, and in other memory."""
+    from vllm.distributed.copy_engines import empty_for_gathers
+    from vllm.v1.attention.ops.ckv_gather import all_gather_bytes
+
+    rows = 32_768
+    memory, pool = empty_for_gathers(((1 + group.world_size) * rows, 656), on, group)
+    for seed, count in enumerate((1, 65, 4096, rows), 300):
+        every = [data(r, (count, 656), torch.uint8, seed) for r in group.ranks]
+        local, gathered = memory[:count], memory[rows:][: group.world_size * count]
+        local.copy_(every[group.rank_in_group])
+        all_gather_bytes(gathered.view(-1), local.view(-1), group)
+        same(gathered, every, f"{name} all_gather_bytes {count}")
+    assert (pool is not None) == (group.torch_distributed_backend == "nccl")
+    work = []
+    for target, source in ((gathered, local), (gathered.clone(), local.clone())) if on.type == "cuda" else ():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            all_gather_bytes(target.view(-1), source.view(-1), group)
+            torch.cuda.synchronize()
+        work.append(" ".join(sorted({event.name for event in profile.events()})))
+    return work
+
+
 def check_two_streams(dcp, prefetch, on):
     """The gather of records on both communicators at once, as while a layer is looked ahead at."""
     from vllm.v1.attention.ops.ckv_gather import all_gather_bytes
@@ -89,9 +112,10 @@ def _groups(rank, tp, dcp, broken=None):
             "prefetch": parallel_state.get_ckv_prefetch_group(),
         }
         if broken is not None:
-            break_gather(groups[broken].device_communicator)
-        for name, group in groups.items():
-            check_gathers(name, group, on)
+            break_gather(groups[broken])
+        for name in ("tp", "dcp", "query split"):
+            check_gathers(name, groups[name], on)
+        work = check_bytes("prefetch", groups["prefetch"], on)
         check_two_streams(groups["dcp"], groups["prefetch"], on)
         split = groups["query split"]
         if split.world_size > 1:
@@ -110,11 +134,16 @@ def _groups(rank, tp, dcp, broken=None):
                 "replaced": comm is not None and type(comm).all_gatherv.__module__ == "tests.gpu.gloo_communicator",
                 "pynccl": pynccl.comm.value if pynccl is not None and not pynccl.disabled else None,
             }
-        return found
+        return found, work
 
 
-def break_gather(comm):
+def break_gather(group):
     """All ranks' shares, in the wrong order."""
+    comm = group.device_communicator
+    if comm is None:
+        before = dist.all_gather_into_tensor
+        dist.all_gather_into_tensor = lambda out, x, group: (before(out, x, group=group), out.copy_(out.roll(x.numel(), 0)))
+        return
     gather, gatherv = comm.all_gather, comm.all_gatherv
     comm.all_gather = lambda x, dim=-1: gather(x, dim).roll(x.shape[0], 0)
     comm.all_gatherv = lambda x, dim=0, sizes=None: gatherv(x, dim, sizes).roll(x.shape[0], 0)
@@ -129,8 +158,13 @@ def expected_ranks(rank, tp, dcp):
 @pytest.mark.parametrize("tp, dcp", WORLDS, ids=lambda n: str(n))
 def test_groups_over_nccl(tp, dcp):
     ranks.require_nccl(tp)
-    for rank, found in enumerate(ranks.run_ranks(_groups, tp, dcp, env=ENV)):
+    for rank, (found, (registered, other)) in enumerate(ranks.run_ranks(_groups, tp, dcp, env=ENV)):
         assert {name: group["ranks"] for name, group in found.items()} == expected_ranks(rank, tp, dcp)
+        prefetch = found.pop("prefetch")
+        assert (prefetch["backend"], prefetch["class"], prefetch["device"]) == ("nccl", None, f"cuda:{rank}")
+        # By copy engines in the prefetch's memory, and only there.
+        assert "PtoP" in registered and "ncclDevKernel" not in registered, registered
+        assert "ncclDevKernel" in other, other
         real = [group for group in found.values() if len(group["ranks"]) > 1]
         for group in real:
             assert (group["backend"], group["class"], group["device"], group["replaced"]) == ("nccl", "CudaCommunicator", f"cuda:{rank}", False)
@@ -141,12 +175,13 @@ def test_groups_over_nccl(tp, dcp):
 @pytest.mark.parametrize("tp, dcp", [(2, 2), (4, 2)], ids=lambda n: str(n))
 def test_groups_over_gloo(monkeypatch, tp, dcp):
     monkeypatch.setenv(ranks.CHOICE, "gloo")
-    for rank, found in enumerate(ranks.run_ranks(_groups, tp, dcp, env=ENV)):
+    for rank, (found, _) in enumerate(ranks.run_ranks(_groups, tp, dcp, env=ENV)):
         assert {name: group["ranks"] for name, group in found.items()} == expected_ranks(rank, tp, dcp)
-        assert all(group["backend"] == "gloo" and group["pynccl"] is None and group["replaced"] == (len(group["ranks"]) > 1) for group in found.values())
+        assert all(group["backend"] == "gloo" and group["pynccl"] is None for group in found.values())
+        assert all(group["replaced"] == (name != "prefetch" and len(group["ranks"]) > 1) for name, group in found.items())
 
 
 @pytest.mark.parametrize("group", ["tp", "dcp", "query split", "prefetch"])
 def test_a_wrong_order_is_seen(group):
-    with pytest.raises(AssertionError, match=f"AssertionError: {group} all_gather torch.uint8"):
+    with pytest.raises(AssertionError, match=f"AssertionError: {group} all_gather{'_bytes 1' if group == 'prefetch' else ' torch.uint8'}"):
         ranks.run_ranks(_groups, 4, 2, group, env=ENV)

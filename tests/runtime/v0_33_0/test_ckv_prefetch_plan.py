@@ -333,7 +333,7 @@ def test_the_check_of_connectors_can_fail():
 
 @pytest.fixture
 def manager(monkeypatch):
-    monkeypatch.setattr(ckv_gather, "get_ckv_prefetch_group", lambda: NS(world_size=2))
+    monkeypatch.setattr(ckv_gather, "get_ckv_prefetch_group", lambda: NS(world_size=2, torch_distributed_backend="none", unique_name="fake"))
     workspace.reset_workspace_manager()
     workspace.init_workspace_manager(torch.device("cpu"), num_ubatches=2, num_lanes=2)
     yield
@@ -367,7 +367,7 @@ def test_a_plan_without_prefetch_in_a_prefetching_lane(manager):
         for layer in layers:
             with prefetch.attending(layer):
                 prefetch.gather(torch.zeros(0), step, NS(), None, lambda *args: calls.append("now"), None)
-                prefetch.complete()
+                prefetch.complete(None)
     assert calls == ["now"] * 6
 
 

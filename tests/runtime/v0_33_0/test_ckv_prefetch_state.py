@@ -225,14 +225,15 @@ class Lane:
         else:
             device.work(main, self.history(layer, step) | chunk, {staging: content})
             device.work(main, {staging: content}, {buffer: content})
+        self.machine.complete(lease)
         following = self.machine.next_layer()
         if lookahead and following is not None:
             ticket = self.machine.prepare(following)
             ahead = ("history", "ckv", following.index, step)
-            device.work(side, self.history(following.index, step), {staging: ahead})
-            device.work(side, {staging: ahead}, {self.cell("buffer", ticket.buffer): ahead})
+            target = self.cell("buffer", ticket.buffer)
+            device.work(side, self.history(following.index, step), {target: ("share", *ahead)})
+            device.work(side, {target: ("share", *ahead)}, {target: ahead})
             self.machine.finish(ticket)
-        self.machine.complete(lease)
         device.work(main, {buffer: content})
         self.machine.release(lease)
 

@@ -9,6 +9,7 @@ DCP groups, so every KV shard exists `tp // dcp` times. Two groups follow from t
   They can divide query rows among themselves, as each sees the same keys.
 - The CKV prefetch group has the ranks of the DCP group and a communicator of its
   own, so that a transfer on a side stream cannot mix with the layer's collectives.
+  It gathers bytes and nothing else, through `device_group`: no device communicator.
 
 `vllm.distributed.parallel_state` calls `check_dcp_side_groups` before it creates any
 group, `init_dcp_side_groups` after the DCP group and `destroy_dcp_side_groups` before
@@ -134,6 +135,7 @@ def init_dcp_side_groups(
         ValueError: see `query_split_group_ranks`.
         AssertionError: a group exists already.
     """
+    from vllm.distributed.copy_engines import prefer_copy_engines
     from vllm.distributed.parallel_state import init_model_parallel_group
 
     global _QUERY_SPLIT, _CKV_PREFETCH
@@ -153,8 +155,13 @@ def init_dcp_side_groups(
             )
         if ckv_prefetch:
             _CKV_PREFETCH = init_model_parallel_group(
-                dcp_ranks, local_rank, backend, group_name="ckv_prefetch"
+                dcp_ranks,
+                local_rank,
+                backend,
+                group_name="ckv_prefetch",
+                use_device_communicator=False,
             )
+            prefer_copy_engines(_CKV_PREFETCH)
         undo.pop_all()
 
 
@@ -200,6 +207,8 @@ def get_query_split_group() -> "GroupCoordinator":
 
 def get_ckv_prefetch_group() -> "GroupCoordinator":
     """Return the group with the DCP group's ranks and its own communicator.
+
+    It has no device communicator: gather through `device_group`.
 
     Raises:
         RuntimeError: the group does not exist.

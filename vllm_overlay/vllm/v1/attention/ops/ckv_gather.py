@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from vllm import _custom_ops as ops
+from vllm.distributed.copy_engines import empty_for_gathers
 from vllm.distributed.parallel_state import get_ckv_prefetch_group
 from vllm.logger import init_logger
 from vllm.v1.attention.ops.ckv_plan import CKV_PAGE_ROWS, CKVGatherConfig, CKVGatherPlan
@@ -41,11 +42,12 @@ logger = init_logger(__name__)
 class CKVGatherWorkspace:
     """staging: uint8 [rows_per_rank, record]. gathered: uint8 [W * rows_per_rank,
     record], always seen by kernels in this full size. With `prefetch`, `gathered` is
-    the buffer of the layer that runs."""
+    the buffer of the layer that runs. pool: keeps the memory registered."""
 
     staging: torch.Tensor
     gathered: torch.Tensor
     prefetch: CKVPrefetcher | None = None
+    pool: Any = None
 
     def pages(self) -> torch.Tensor:
         """The gathered buffer as a paged cache: uint8 [pages, 64, record]."""
@@ -59,6 +61,7 @@ def reserve_ckv_gather_workspace(
 
     Its own allocation, not the shared scratch arena, whose content the next borrower
     overwrites. Call it while the model is built, before the KV cache is sized.
+    Collective over the prefetch group with `config.prefetch`.
 
     Args:
         config: sizes it.
@@ -89,19 +92,19 @@ def reserve_ckv_gather_workspace(
             config.max_tokens,
             config.min_tokens,
         )
-        memory = torch.empty(
-            (total // config.record_bytes, config.record_bytes),
-            dtype=torch.uint8,
-            device=manager._device,
-        )
+        shape = total // config.record_bytes, config.record_bytes
+        device = manager._device
+        if config.prefetch:
+            group = get_ckv_prefetch_group()
+            memory, pool = empty_for_gathers(shape, device, group)
+        else:
+            memory, pool = torch.empty(shape, dtype=torch.uint8, device=device), None
         staging, *buffers = memory.split(
             [config.rows_per_rank] + [config.gathered_rows] * config.num_buffers
         )
-        workspace = CKVGatherWorkspace(staging, buffers[0])
+        workspace = CKVGatherWorkspace(staging, buffers[0], pool=pool)
         if config.prefetch:
-            workspace.prefetch = CKVPrefetcher(
-                staging, buffers, CKV_PAGE_ROWS, get_ckv_prefetch_group()
-            )
+            workspace.prefetch = CKVPrefetcher(staging, buffers, CKV_PAGE_ROWS, group)
         return workspace
 
     manager = current_workspace_manager()
@@ -132,14 +135,15 @@ def gather_ckv(
     group: "GroupCoordinator",
     wait: bool = True,
 ) -> torch.Tensor:
-    """Gather the batch's raw records of all ranks. Collective over `group`.
+    """Gather the batch's raw records of all ranks. Collective over `group`, and with
+    a prefetch and `wait` as `await_ckv`.
 
     Args:
         kv_cache: [blocks, block_size, record] of one-byte elements, this layer's.
         plan: the step's.
         workspace: written; the gathered rows stay until the next gather.
         group: the DCP group, or one with its ranks.
-        wait: False for a caller that calls `await_ckv` before it reads the result.
+        wait: call `await_ckv`. False: the caller does, before it reads the result.
 
     Returns:
         uint8 [plan.gathered_rows, record], a view of the workspace. Rows of a share
@@ -166,9 +170,12 @@ def gather_ckv(
 
 
 def await_ckv(workspace: CKVGatherWorkspace) -> None:
-    """What the current stream does next may read what `gather_ckv` returned."""
+    """What the current stream does next may read what `gather_ckv` returned.
+
+    Collective over the prefetch group, with one. Once for each gather.
+    """
     if workspace.prefetch is not None:
-        workspace.prefetch.complete()
+        workspace.prefetch.complete(all_gather_bytes)
 
 
 def _gather_ckv_now(

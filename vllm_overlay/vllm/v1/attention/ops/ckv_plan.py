@@ -316,6 +316,7 @@ class CKVGatherPlan:
     local_rows: int
     padded_total: int
     dcp_world_size: int
+    dcp_rank: int
     interleave: int
     rank_req_starts: torch.Tensor
     local_cu_seq_lens: torch.Tensor
@@ -436,6 +437,7 @@ class CKVGatherPlanner:
             local_rows=int(local_lens.sum()),
             padded_total=layout.padded_total,
             dcp_world_size=config.dcp_world_size,
+            dcp_rank=config.dcp_rank,
             interleave=config.interleave,
             rank_req_starts=starts.view(config.dcp_world_size, num_reqs),
             local_cu_seq_lens=cu_seq_lens,

@@ -7,11 +7,12 @@ in earlier steps, never rows being written) is gathered on a side stream into th
 buffer that L does not read. When L + 1 runs, only the current chunk is missing: the
 side stream appends it while the main stream prepares the queries.
 
-One `CKVPrefetchState` orders one lane: two buffers, one staging area (both streams
-copy into it before they send) and one side stream. Lanes share nothing. A lane is
-what vLLM's workspace manager keeps apart, so each ubatch and, where the model runner
-gives the draft model a workspace lane, target and draft have their own. Where they
-share one, their layers still do not follow each other in any step (below).
+One `CKVPrefetchState` orders one lane: two buffers, one staging area (the chunk is
+packed there on the side stream, or all rows on the main stream) and one side stream.
+Lanes share nothing. A lane is what vLLM's workspace manager keeps apart, so each ubatch
+and, where the model runner gives the draft model a workspace lane, target and draft
+have their own. Where they share one, their layers still do not follow each other in any
+step (below).
 
 States of a buffer:
 

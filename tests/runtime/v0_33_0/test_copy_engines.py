@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When gathers go by copy engines: versions, backends, nodes, pools. The gathers themselves: tests/gpu/test_groups_gpu.py."""
+import contextlib
+from types import SimpleNamespace as NS
+
+import pytest
+import torch
+from vllm.distributed import copy_engines
+from vllm.distributed.copy_engines import empty_for_gathers, prefer_copy_engines
+
+pytestmark = pytest.mark.base("v0.33.0")
+
+CPU = torch.device("cpu")
+
+
+class Backend:
+    mem_allocator = "NCCL's"
+
+    def __init__(self):
+        self.registered = []
+
+    def register_mem_pool(self, pool, symm):
+        self.registered.append((pool, symm))
+
+
+class DeviceGroup:
+    def __init__(self, name):
+        self.name, self.backend = name, Backend()
+
+    def _get_backend(self, device):
+        return self.backend
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """A PyTorch with NCCL 2.28, whose groups are recorded. `inside`: whether memory comes out of the pool that is in use."""
+    fake = NS(version=(2, 28, 9), log=[], nodes=[True, True], inside=True)
+
+    class Options:
+        def __init__(self):
+            self.config = NS(cta_policy="default")
+
+    class Pool:
+        def __init__(self, allocator):
+            self.allocator, self.used = allocator, False
+
+        def snapshot(self):
+            return [{"address": 0, "total_size": 2**63}] if fake.inside else [{"address": 1, "total_size": 2}]
+
+    @contextlib.contextmanager
+    def use(pool):
+        pool.used = True
+        yield
+
+    def new_group(ranks, backend, timeout, pg_options):
+        fake.log.append(("new", tuple(ranks), backend, pg_options.config.cta_policy))
+        return DeviceGroup(f"new {ranks}")
+
+    dist = copy_engines.dist
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: fake.version)
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    fake.process_group = NS(NCCL_CTA_POLICY_ZERO="zero", Options=Options)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", fake.process_group, raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: fake.log.append(("destroy", group.name)))
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: fake.log.append(("all_reduce", group.name)))
+    monkeypatch.setattr(copy_engines, "in_the_same_node_as", lambda group: fake.nodes)
+    monkeypatch.setattr(copy_engines.logger, "info_once", lambda message, *args: fake.log.append(message % args))
+    return fake
+
+
+def group(backend="nccl"):
+    return NS(torch_distributed_backend=backend, device_communicator=None, device_group=DeviceGroup("stock"), cpu_group=None, rank=3, group_ranks=[[0, 1], [2, 3]],
+              device=CPU, unique_name="ckv_prefetch:0")  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_every_rank_creates_all_groups_and_keeps_its_own(nccl, backend):
+    mine = group(backend)
+    prefer_copy_engines(mine)
+    assert mine.device_group.name == "new [2, 3]"
+    assert nccl.log == [
+        ("new", (0, 1), "nccl", "zero"),
+        ("new", (2, 3), "nccl", "zero"),
+        ("destroy", "stock"),
+        ("all_reduce", "new [2, 3]"),
+    ]
+
+
+def no_policy(nccl):
+    del nccl.process_group.NCCL_CTA_POLICY_ZERO
+
+
+def old_nccl(nccl):
+    nccl.version = (2, 27, 7)
+
+
+UNSUPPORTED = [("gloo", None, "the backend is gloo"), ("nccl", old_nccl, "NCCL 2.27.7 has none, 2.28 has"), ("nccl", no_policy, "NCCL 2.28.9 has none")]
+
+
+@pytest.mark.parametrize("backend, change, why", UNSUPPORTED)
+def test_without_support_nothing_changes(nccl, backend, change, why):
+    if change:
+        change(nccl)
+    mine = group(backend)
+    prefer_copy_engines(mine)
+    assert mine.device_group.name == "stock" and nccl.log == []
+    memory, pool = empty_for_gathers((3, 5), CPU, mine)
+    assert (memory.shape, memory.dtype, pool) == ((3, 5), torch.uint8, None)
+    (line,) = nccl.log
+    assert line.startswith("ckv_prefetch:0 does not gather by copy engines: ") and why in line
+
+
+def test_a_device_communicator_is_refused(nccl):
+    mine = group()
+    mine.device_communicator = object()
+    with pytest.raises(AssertionError):
+        prefer_copy_engines(mine)
+
+
+def test_memory_is_registered(nccl):
+    mine = group()
+    memory, pool = empty_for_gathers((3, 5), CPU, mine)
+    assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((3, 5), torch.uint8, True)
+    assert pool.used and pool.allocator == "NCCL's"
+    assert mine.device_group.backend.registered == [(pool, True)]
+    assert nccl.log == ["ckv_prefetch:0 gathers by copy engines."]
+
+
+def test_several_nodes(nccl):
+    nccl.nodes = [True, False]
+    mine = group()
+    _, pool = empty_for_gathers((3, 5), CPU, mine)
+    assert pool is None and mine.device_group.backend.registered == []
+    assert nccl.log == ["ckv_prefetch:0 does not gather by copy engines: its ranks are on several nodes."]
+
+
+def test_memory_of_another_pool_is_not_registered(nccl):
+    nccl.inside = False
+    mine = group()
+    empty_for_gathers((3, 5), CPU, mine)
+    assert mine.device_group.backend.registered == []
+    assert nccl.log == ["ckv_prefetch:0 does not gather by copy engines: another memory pool is in use, as in sleep mode."]
