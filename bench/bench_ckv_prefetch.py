@@ -3,7 +3,7 @@
 """How much of the CKV gather hides behind the attention of the layer before, on one GPU.
 
     python bench/bench_ckv_prefetch.py                       the table below; JSON in bench/out/ckv_prefetch.json
-    python bench/bench_ckv_prefetch.py --layers 4 --rounds 1 --contexts 8 16    something quick
+    python bench/bench_ckv_prefetch.py --rounds 1 --contexts 8 16    something quick
 
 One process is rank 0 of W. Real: planner, workspace, prefetch, copy and remap kernels, upconvert, FlashMLA bf16 sparse
 attention (16 heads padded to 64, top-k 2048). Not real: the link. What the other ranks would send is copied instead, the same
@@ -21,8 +21,12 @@ gather more to hide behind.
 
     hidden = 1 - (prefetch - compute) / (synchronous - compute)         times of a whole step
 
-so the first layer of the step, which nothing precedes, and the current chunk count as not hidden unless they are. Contexts
-include the chunk: a context as long as the chunk has no history, and the prefetch has nothing to do.
+so the first layer of the step, which nothing precedes, and the current chunk count as not hidden unless they are. `--layers`
+layers run in a row; the time of a step of `--model-layers` is that of the first and so many times the mean of the others. A rest
+before each run keeps the GPU off its power limit: there the time goes by energy, so that a gather that waits costs less (the
+clocks recover meanwhile) and one that is hidden gains less. `--layers 61 --rest 0.01` shows that.
+
+Contexts include the chunk: a context as long as the chunk has no history, and the prefetch has nothing to do.
 """
 import argparse
 import contextlib
@@ -44,7 +48,7 @@ from vllm.triton_utils import tl, triton  # noqa: E402
 from vllm.v1.attention.ops import ckv_gather, ckv_plan, ckv_remap  # noqa: E402
 from vllm.v1.worker import workspace  # noqa: E402
 
-from bench.common import LATENT, OUT, PAGE, RECORD, ROPE, make_records  # noqa: E402
+from bench.common import LATENT, OUT, PAGE, RECORD, ROPE, make_records, rest, turns  # noqa: E402
 
 HEADS, PADDED_HEADS = 16, 64
 SCALE = (LATENT + ROPE) ** -0.5
@@ -67,6 +71,13 @@ class Link:
         self.peer_stream = torch.cuda.Stream("cuda:1") if kind == "peer" else None  # None changes nothing
         source = make_records((world - 1) * rows, device).view(-1)
         self.source = source.cpu().pin_memory() if kind == "host" else source.to("cuda:1") if kind == "peer" else source
+
+    def keep_awake(self, seconds):
+        """Let the GPU at the other end be as awake as one that computes: behind longer pauses the same copy took 50 us more."""
+        if self.kind == "peer":
+            torch.cuda.synchronize("cuda:1")
+            with torch.cuda.device("cuda:1"):
+                rest(seconds)
 
     def __call__(self, gathered, local, group):
         shares = gathered.view(self.world, -1)
@@ -142,12 +153,12 @@ class Step:
         return self.planner.plan(common, metadata)
 
     def run(self, gather):
-        """Milliseconds of one step on the main stream. `gather` False: only the compute."""
+        """Milliseconds per layer of one step on the main stream. `gather` False: only the compute."""
         plan = self.plan()
         torch.cuda.synchronize()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # So that the host is ahead from the first layer on, as in an engine.
-        torch.cuda._sleep(20_000_000)
+        begin, first, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        self.link.keep_awake(self.args.rest + 0.01 * self.args.layers)
+        rest(self.args.rest)  # also so that the host is ahead from the first layer on, as in an engine
         begin.record()
         for layer in self.layers:
             layer.kv_cache.view(-1, RECORD)[self.slots] = self.new_rows
@@ -166,26 +177,29 @@ class Step:
                     ckv_gather.await_ckv(self.workspace)
                 ops.cp_gather_and_upconvert_fp8_kv_cache(self.workspace.pages(), self.bf16_rows[: len(gathered)], plan.page_table, plan.page_starts, 1)
                 self.kernel(self.q, self.bf16_rows.view(-1, 1, LATENT + ROPE), slots[:, None], SCALE, topk_length=counts, out=self.out)
+            if layer is self.layers[0]:
+                first.record()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end)
+        later = first.elapsed_time(end) / (self.args.layers - 1)
+        return (begin.elapsed_time(first) + (self.args.model_layers - 1) * later) / self.args.model_layers
 
 
 def measure(args, context, chunk, kind):
-    """Medians over rounds. The modes take turns, in rotating order: clocks sink under load and recover while nothing computes."""
+    """Medians over rounds, in which the modes take turns."""
     steps, times = {}, {"compute": [], "synchronous": [], "prefetch": []}
     for prefetch in (False, True):
         steps[prefetch] = Step(args, context, chunk, kind, prefetch)
-    modes = (("compute", False, False), ("synchronous", False, True), ("prefetch", True, True))
+    modes = {"compute": (False, False), "synchronous": (False, True), "prefetch": (True, True)}
     for round_ in range(args.rounds + WARMUP):
-        turn = round_ % len(modes)
-        for mode, prefetch, gather in modes[turn:] + modes[:turn]:
+        for mode in turns(modes, round_):
+            prefetch, gather = modes[mode]
             step = steps[prefetch]
             ckv_gather.all_gather_bytes = step.link
-            elapsed = step.run(gather) / args.layers
+            elapsed = step.run(gather)
             if round_ >= WARMUP:
                 times[mode].append(elapsed)
-    compute, sync, ahead = (statistics.median(times[mode]) for mode, *_ in modes)
+    compute, sync, ahead = (statistics.median(times[mode]) for mode in modes)
     plan = steps[True].plan()
     # Of each round, since clocks drift over rounds.
     gather, visible = (statistics.median(a - b for a, b in zip(times[mode], times["compute"], strict=True)) for mode in ("synchronous", "prefetch"))
@@ -206,16 +220,20 @@ def main():
     parser.add_argument("--links", nargs="+", default=["host", "peer", "sm", "none"], choices=["host", "peer", "sm", "none"])
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--interleave", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--layers", type=int, default=5, help="layers that run in a row, at least 2")
+    parser.add_argument("--model-layers", type=int, default=61, help="layers of the step whose time is given")
+    parser.add_argument("--rest", type=float, default=0.2, help="seconds of rest before them")
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--topk", type=int, default=2048)
     parser.add_argument("--link-programs", type=int, default=16, help="thread blocks of the sm link")
     parser.add_argument("--out", type=pathlib.Path, default=OUT / "ckv_prefetch.json")
     args = parser.parse_args()
+    if args.layers < 2:
+        parser.error("--layers: a prefetch needs at least 2")
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a GPU.")
     name = torch.cuda.get_device_name()
-    print(f"{name}: DCP {args.world}, interleave {args.interleave}, {args.layers} layers, top-k {args.topk}, {HEADS} heads; ms per layer")
+    print(f"{name}: DCP {args.world}, interleave {args.interleave}, {args.model_layers} layers, top-k {args.topk}, {HEADS} heads; ms per layer")
     print(f"{'context':>8} {'chunk':>6} {'link':>5} {'GB/s':>6} {'compute':>8} {'gather':>7} {'sync':>8} {'prefetch':>8} {'hidden':>7} {'slowdown':>9}")
     results, missed = [], []
     for context in args.contexts:

@@ -13,15 +13,16 @@ Needs at least 2 GPUs of one host. All ranks work at once on one chunk at the en
     layer     ms of an MLA attention layer with DeepSeek-V3.2's heads, FlashMLA sparse over a paged shard: stock (query
               all-gather, local shard, LSE merge), the synchronous gather, gather + prefetch, and compute: the gather's layer
               without its gather. `--layers` layers in a row, mean of all of them; "later" is the mean without the first,
-              which nothing precedes that could hide its gather
+              which nothing precedes that could hide its gather. A rest before each run keeps the GPU off its power limit,
+              where a gather that waits lets the clocks recover and one that is hidden does not; the engine has no such rests
     indexer   ms of the sparse indexer with and without query split, where TP > DCP
     step      seconds of the prefill of one prompt in vLLM's engine with a tiny model (tests/gpu/tiny_deepseek.py, its maximum
               length raised to the longest context), chunks of `--tokens`
 
     hidden = 1 - (prefetch - compute) / (synchronous - compute)
 
-In the first three sections the variants take turns in every repeat, in rotating order, a repeat counts as long as its slowest rank, ranks start
-together, and medians over repeats are shown. An engine reads the flags when it starts, so in the last one the variants run one
+In the first three sections the variants take turns in every repeat, in changing order, a repeat counts as long as its slowest
+rank, ranks start together, and medians over repeats are shown. An engine reads the flags when it starts, so in the last one the variants run one
 after the other. Ids and records are random; all ranks select the same ids.
 
 Not in the layer: projections, RoPE, the KV write, the indexer, experts. Not used: CUDA graphs, NVLink multicast and what
@@ -46,13 +47,12 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 
-from bench.common import LATENT, LINKS, MAX_MODEL_LEN, OUT, PAGE, RECORD, ROPE, IndexerChunk, chunk_metadata, make_records, spread_ids, table
+from bench.common import LATENT, LINKS, MAX_MODEL_LEN, OUT, PAGE, RECORD, ROPE, IndexerChunk, chunk_metadata, make_records, rest, spread_ids, table, turns
 
 WORLDS = ("2/2", "4/4", "8/8", "8/2", "8/4")
 HEADS, TOPK = 128, 2048
 V_DIM, NOPE = 128, 128
 WARMUP = 3  # compiles, and lets the prefetch discover the layers
-SLEEP_CYCLES = 20_000_000  # about 10 ms, in which the host gets ahead of the GPU
 FLUSH_BYTES = 2**28  # several times the L2 cache
 VARIANTS = ("compute", "stock", "synchronous", "prefetch")
 SECTIONS = ("link", "layer", "indexer", "step")
@@ -191,10 +191,11 @@ class World:
     def generator(self, seed: int):
         return torch.Generator(self.device).manual_seed(seed)
 
-    def take_turns(self, steps: dict) -> dict[str, list[list[float]]]:
+    def take_turns(self, steps: dict, pause: float = 0.01) -> dict[str, list[list[float]]]:
         """For each step and repeat: ms on this rank's GPU from the start to each mark, and to the end.
 
         `steps`: functions that prepare a run and return it; a run is called with a function that sets a mark.
+        `pause`: seconds of rest before each run.
         """
 
         def now():
@@ -203,16 +204,13 @@ class World:
             return event
 
         times = {name: [] for name in steps}
-        order = list(steps)
         for number in range(WARMUP + self.settings.repeats):
-            # Each stands behind each other one in turn: clocks sink under load and recover while collectives run.
-            turn = number % len(order)
-            for name in order[turn:] + order[:turn]:
+            for name in turns(steps, number):
                 run = steps[name]()
                 torch.cuda.synchronize()
                 self.world.barrier()
                 self.scratch.zero_()
-                torch.cuda._sleep(SLEEP_CYCLES)
+                rest(pause)
                 # The host's barrier lets ranks go some 100 us apart; nobody passes this one before all GPUs are there.
                 self.everybody.all_reduce(self.flag)
                 events = [now()]
@@ -344,7 +342,7 @@ class World:
 
         # The layer without its gather reads what the synchronous one left in the buffer.
         steps = {"stock": step("stock"), "synchronous": step("synchronous"), "compute": step("synchronous", without_gather=True), "prefetch": step("prefetch")}
-        ranks = self.all_ranks(self.take_turns(steps))
+        ranks = self.all_ranks(self.take_turns(steps, settings.rest))
         self.report("layer", {"context": context, "tokens": tokens, "layers": settings.layers, "looks_ahead": looks_ahead} | layer_row(ranks, settings.layers, looks_ahead))
 
     def indexer(self) -> None:
@@ -459,7 +457,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the chunk (default: %(default)s)")
     parser.add_argument("--interleave", type=int, default=1, help="consecutive tokens of a rank (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=20, help="of the first three sections (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="layers in a row, at least 2 (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=5, help="layers in a row, at least 2 (default: %(default)s)")
+    parser.add_argument("--rest", type=float, default=0.2, help="seconds of rest before them (default: %(default)s)")
     parser.add_argument("--layer", choices=("fused", "generic"), default="fused", help="DeepSeek-V3.2's own attention or MLAAttention.forward_impl (default: %(default)s)")
     parser.add_argument("--engine-layers", type=int, default=4, help="layers of the tiny model (default: %(default)s)")
     parser.add_argument("--engine-repeats", type=int, default=5, help="prefills of each context and variant (default: %(default)s)")

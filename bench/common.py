@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several benchmarks share: random input made on the GPU, metadata of one chunk, the indexer of one rank, tables."""
+"""What several benchmarks share: turns of variants, random input made on the GPU, metadata of one chunk, the indexer of one rank, tables."""
 import pathlib
+import random
 import types
+from collections.abc import Iterable
 
 import torch
 
@@ -10,6 +12,21 @@ PAGE, RECORD, LATENT, ROPE = 64, 656, 512, 64
 LINKS = (25, 50, 400)  # GB/s, the links that benchmarks on one GPU model
 INDEX_HEADS, INDEX_DIM = 64, 128
 MAX_MODEL_LEN = 163840  # of DeepSeek-V3.2
+CYCLES = 1.98e9  # a second of an H200 below its power limit
+
+
+def turns(names: Iterable[str], number: int) -> list[str]:
+    """The names in the order of round `number`, the same on all ranks. Over rounds each stands behind each other one.
+
+    What ran just before matters: clocks sink at the power limit and recover while a GPU waits.
+    """
+    names = list(names)
+    return random.Random(number).sample(names, len(names))
+
+
+def rest(seconds: float) -> None:
+    """Let the GPU do next to nothing: the host gets ahead, clocks stay up, and a GPU at its power limit recovers."""
+    torch.cuda._sleep(int(seconds * CYCLES))
 
 
 def make_records(rows, device):

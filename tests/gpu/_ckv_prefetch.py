@@ -314,7 +314,10 @@ def compare(rank, world, device, interleaves, layers, delays=False, scenario=SCE
             gather = ckv_gather.all_gather_bytes
 
             def counted(gathered, local, group, gather=gather, count=count):
-                count[group is get_ckv_prefetch_group()] += 1
+                ahead = group is get_ckv_prefetch_group()
+                count[ahead] += 1
+                # In place, or NCCL would copy.
+                assert not ahead or local.data_ptr() == gathered.data_ptr() + rank * local.numel()
                 gather(gathered, local, group)
 
             ckv_gather.all_gather_bytes = counted

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """bench/plot.py on a small result of each benchmark, and the parts of bench_several_gpus that need no GPU."""
+import itertools
 import json
 import os
 import pathlib
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from bench import bench_several_gpus as several
-from bench.common import spread_ids
+from bench.common import spread_ids, turns
 
 PLOT = pathlib.Path(__file__).resolve().parents[2] / "bench" / "plot.py"
 DEVICE = "NVIDIA TEST"
@@ -52,6 +53,16 @@ LABELS = {
     "ckv_prefetch": ["synchronous", "prefetch", "64k, 2048", "0.86 hidden"],
     "several_gpus": ["2 x", "NCCL 2.28.9", "TP2/DCP2", "TP8/DCP2", "stock", "modelled, 50 GB/s", "LSE merge", "ms per engine step"],
 }
+
+
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+def test_turns(names):
+    """Every order is a permutation, and within the rounds of a benchmark each name follows each other one and stands everywhere."""
+    rounds = [turns(names, number) for number in range(20)]
+    assert all(sorted(order) == list(names) for order in rounds)
+    assert rounds == [turns(iter(names), number) for number in range(20)]
+    assert {pair for order in rounds for pair in itertools.pairwise(order)} == set(itertools.permutations(names, 2))
+    assert {place for order in rounds for place in enumerate(order)} == set(itertools.product(range(len(names)), names))
 
 
 @pytest.mark.parametrize("kind", LABELS)

@@ -17,15 +17,14 @@ from vllm import logger as vllm_logger
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.attention.ops import ckv_gather, ckv_prefetch_torch
+from vllm.v1.attention.ops.ckv_copy import CKVSegments, copy_ckv_segments
 from vllm.v1.attention.ops.ckv_gather import reserve_ckv_gather_workspace
 from vllm.v1.attention.ops.ckv_plan import CKVGatherConfig, CKVGatherPlanner, ckv_layout
 from vllm.v1.attention.ops.ckv_prefetch_torch import (
     CONNECTORS_NOT_LAYERWISE,
-    CKVSegments,
     ckv_chunk_segments,
     ckv_prefetch_enabled,
     ckv_prefetch_refusal,
-    copy_ckv_segments,
 )
 from vllm.v1.worker import utils, workspace
 

@@ -70,21 +70,22 @@ def nccl(monkeypatch):
     return fake
 
 
-def group(backend="nccl"):
-    return NS(torch_distributed_backend=backend, device_communicator=None, device_group=DeviceGroup("stock"), cpu_group=None, rank=3, group_ranks=[[0, 1], [2, 3]],
+def group(backend="nccl", rank=3):
+    return NS(torch_distributed_backend=backend, device_communicator=None, device_group=DeviceGroup("stock"), cpu_group=None, rank=rank, group_ranks=[[0, 1], [2, 3]],
               device=CPU, unique_name="ckv_prefetch:0")  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_every_rank_creates_all_groups_and_keeps_its_own(nccl, backend):
-    mine = group(backend)
+@pytest.mark.parametrize("rank, own", [(1, [0, 1]), (3, [2, 3])])
+def test_every_rank_creates_all_groups_and_keeps_its_own(nccl, backend, rank, own):
+    mine = group(backend, rank)
     prefer_copy_engines(mine)
-    assert mine.device_group.name == "new [2, 3]"
+    assert mine.device_group.name == f"new {own}"
     assert nccl.log == [
         ("new", (0, 1), "nccl", "zero"),
         ("new", (2, 3), "nccl", "zero"),
         ("destroy", "stock"),
-        ("all_reduce", "new [2, 3]"),
+        ("all_reduce", f"new {own}"),
     ]
 
 

@@ -9,7 +9,8 @@ DCP groups, so every KV shard exists `tp // dcp` times. Two groups follow from t
   They can divide query rows among themselves, as each sees the same keys.
 - The CKV prefetch group has the ranks of the DCP group and a communicator of its
   own, so that a transfer on a side stream cannot mix with the layer's collectives.
-  It gathers bytes and nothing else, through `device_group`: no device communicator.
+  It gathers bytes and nothing else, through `device_group`: no device communicator,
+  so sleep mode, which suspends those, leaves its NCCL memory where it is.
 
 `vllm.distributed.parallel_state` calls `check_dcp_side_groups` before it creates any
 group, `init_dcp_side_groups` after the DCP group and `destroy_dcp_side_groups` before
