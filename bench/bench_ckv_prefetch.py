@@ -22,14 +22,20 @@ gather more to hide behind.
     hidden = 1 - (prefetch - compute) / (synchronous - compute)         times of a whole step
 
 so the first layer of the step, which nothing precedes, and the current chunk count as not hidden unless they are. `--layers`
-layers run in a row; the time of a step of `--model-layers` is that of the first and so many times the mean of the others. A rest
-before each run keeps the GPU off its power limit: there the time goes by energy, so that a gather that waits costs less (the
-clocks recover meanwhile) and one that is hidden gains less. `--layers 61 --rest 0.01` shows that.
+layers run in a row; the time of a step of `--model-layers` is that of the first, that of the last, which looks ahead at nothing,
+and so many times the mean of those between. A rest before each run keeps the GPU off its power limit: there the time goes by
+energy, so that a gather that waits costs less (the clocks recover meanwhile) and one that is hidden gains less.
+`--layers 61 --rest 0.01` shows that. Beside it
+
+    waits = the time that the main stream spends in the gather or waiting for it, of prefetch and synchronous
+
+which leaves out what a hidden gather costs the compute: memory bandwidth, and SMs for packing and scattering records.
 
 Contexts include the chunk: a context as long as the chunk has no history, and the prefetch has nothing to do.
 """
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -153,52 +159,68 @@ class Step:
         return self.planner.plan(common, metadata)
 
     def run(self, gather):
-        """Milliseconds per layer of one step on the main stream. `gather` False: only the compute."""
+        """Milliseconds per layer of one step: on the main stream, and of these in the gather. `gather` False: only the compute."""
         plan = self.plan()
         torch.cuda.synchronize()
-        begin, first, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        marks = []
+
+        def mark():
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+
         self.link.keep_awake(self.args.rest + 0.01 * self.args.layers)
         rest(self.args.rest)  # also so that the host is ahead from the first layer on, as in an engine
-        begin.record()
         for layer in self.layers:
+            mark()
             layer.kv_cache.view(-1, RECORD)[self.slots] = self.new_rows
             prefetch = self.workspace.prefetch
             with prefetch.attending(layer) if prefetch is not None and gather else contextlib.nullcontext():
+                mark()
                 if gather:
                     gathered = ckv_gather.gather_ckv(layer.kv_cache, plan, self.workspace, self.group, wait=False)
                 else:
                     gathered = self.workspace.gathered[: plan.gathered_rows]
+                mark()
                 slots, counts = ckv_remap.map_global_topk_to_gathered_ckv(
                     self.topk_ids, plan.req_ids, plan.causal_lens, plan.rank_req_starts, plan.padded_total, plan.dcp_world_size, plan.interleave,
                     out=self.slots_out, counts=self.counts,
                 )  # fmt: skip
                 ops.concat_mla_q(self.ql_nope, self.q_pe, self.q)
+                mark()
                 if gather:
                     ckv_gather.await_ckv(self.workspace)
+                mark()
                 ops.cp_gather_and_upconvert_fp8_kv_cache(self.workspace.pages(), self.bf16_rows[: len(gathered)], plan.page_table, plan.page_starts, 1)
                 self.kernel(self.q, self.bf16_rows.view(-1, 1, LATENT + ROPE), slots[:, None], SCALE, topk_length=counts, out=self.out)
-            if layer is self.layers[0]:
-                first.record()
-        end.record()
-        end.synchronize()
-        later = first.elapsed_time(end) / (self.args.layers - 1)
-        return (begin.elapsed_time(first) + (self.args.model_layers - 1) * later) / self.args.model_layers
+        mark()
+        marks[-1].synchronize()
+        starts = marks[::5]
+        whole = [a.elapsed_time(b) for a, b in itertools.pairwise(starts)]
+        gathers = [marks[i + 1].elapsed_time(marks[i + 2]) + marks[i + 3].elapsed_time(marks[i + 4]) for i in range(0, len(marks) - 1, 5)]
+        return self.of_model(whole), self.of_model(gathers)
+
+    def of_model(self, times):
+        """The mean over the layers of a model, whose inner layers take the mean of those in `times`."""
+        first, *inner, last = times
+        return (first + (self.args.model_layers - 2) * statistics.mean(inner) + last) / self.args.model_layers
 
 
 def measure(args, context, chunk, kind):
     """Medians over rounds, in which the modes take turns."""
-    steps, times = {}, {"compute": [], "synchronous": [], "prefetch": []}
+    steps = {}
     for prefetch in (False, True):
         steps[prefetch] = Step(args, context, chunk, kind, prefetch)
     modes = {"compute": (False, False), "synchronous": (False, True), "prefetch": (True, True)}
+    times, waits = ({mode: [] for mode in modes} for _ in range(2))
     for round_ in range(args.rounds + WARMUP):
         for mode in turns(modes, round_):
             prefetch, gather = modes[mode]
             step = steps[prefetch]
             ckv_gather.all_gather_bytes = step.link
-            elapsed = step.run(gather)
+            elapsed, waited = step.run(gather)
             if round_ >= WARMUP:
                 times[mode].append(elapsed)
+                waits[mode].append(waited)
     compute, sync, ahead = (statistics.median(times[mode]) for mode in modes)
     plan = steps[True].plan()
     # Of each round, since clocks drift over rounds.
@@ -207,7 +229,7 @@ def measure(args, context, chunk, kind):
     return dict(
         context=context, chunk=chunk, link=kind, compute_ms=compute, synchronous_ms=sync, prefetch_ms=ahead, gather_ms=gather,
         link_gb_per_s=sent / gather / 1e6 if kind != "none" and gather > 0 else None,
-        visible_ms=visible,
+        visible_ms=visible, waits_ms={mode: statistics.median(waits[mode]) for mode in modes},
         hidden=1 - visible / gather if gather > 0 and kind != "none" and plan.prefetch.tables is not None else None,
         slowdown=ahead / sync - 1, looks_ahead=plan.prefetch.tables is not None, times=times,
     )  # fmt: skip
@@ -220,7 +242,7 @@ def main():
     parser.add_argument("--links", nargs="+", default=["host", "peer", "sm", "none"], choices=["host", "peer", "sm", "none"])
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--interleave", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=5, help="layers that run in a row, at least 2")
+    parser.add_argument("--layers", type=int, default=6, help="layers that run in a row, at least 3")
     parser.add_argument("--model-layers", type=int, default=61, help="layers of the step whose time is given")
     parser.add_argument("--rest", type=float, default=0.2, help="seconds of rest before them")
     parser.add_argument("--rounds", type=int, default=24)
@@ -228,13 +250,13 @@ def main():
     parser.add_argument("--link-programs", type=int, default=16, help="thread blocks of the sm link")
     parser.add_argument("--out", type=pathlib.Path, default=OUT / "ckv_prefetch.json")
     args = parser.parse_args()
-    if args.layers < 2:
-        parser.error("--layers: a prefetch needs at least 2")
+    if not 3 <= args.layers <= args.model_layers:
+        parser.error(f"--layers: from 3, a first, a last and one between them, to --model-layers={args.model_layers}")
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a GPU.")
     name = torch.cuda.get_device_name()
     print(f"{name}: DCP {args.world}, interleave {args.interleave}, {args.model_layers} layers, top-k {args.topk}, {HEADS} heads; ms per layer")
-    print(f"{'context':>8} {'chunk':>6} {'link':>5} {'GB/s':>6} {'compute':>8} {'gather':>7} {'sync':>8} {'prefetch':>8} {'hidden':>7} {'slowdown':>9}")
+    print(f"{'context':>8} {'chunk':>6} {'link':>5} {'GB/s':>6} {'compute':>8} {'gather':>7} {'sync':>8} {'prefetch':>8} {'hidden':>7} {'waits':>13} {'slowdown':>9}")
     results, missed = [], []
     for context in args.contexts:
         for chunk in args.chunks:
@@ -245,10 +267,11 @@ def main():
                 torch.cuda.empty_cache()
                 results.append(r)
                 hidden = "-" if r["hidden"] is None else f"{r['hidden']:.3f}"
+                waits = f"{r['waits_ms']['prefetch']:.3f}/{r['waits_ms']['synchronous']:.3f}"
                 speed = "-" if r["link_gb_per_s"] is None else f"{r['link_gb_per_s']:.0f}"
                 print(
                     f"{context:>7}k {chunk:>6} {kind:>5} {speed:>6} {r['compute_ms']:>8.3f} {r['gather_ms']:>7.3f} {r['synchronous_ms']:>8.3f} "
-                    f"{r['prefetch_ms']:>8.3f} {hidden:>7} {r['slowdown']:>+9.2%}",
+                    f"{r['prefetch_ms']:>8.3f} {hidden:>7} {waits:>13} {r['slowdown']:>+9.2%}",
                     flush=True,
                 )
                 if context == 64 and kind != "sm" and r["hidden"] is not None and r["gather_ms"] < r["compute_ms"] and r["hidden"] < 0.95:

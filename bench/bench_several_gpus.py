@@ -12,8 +12,8 @@ Needs at least 2 GPUs of one host. All ranks work at once on one chunk at the en
               rank receives; beside them the ms that bench_ckv_gather models for links of 25, 50 and 400 GB/s
     layer     ms of an MLA attention layer with DeepSeek-V3.2's heads, FlashMLA sparse over a paged shard: stock (query
               all-gather, local shard, LSE merge), the synchronous gather, gather + prefetch, and compute: the gather's layer
-              without its gather. `--layers` layers in a row, mean of all of them; "later" is the mean without the first,
-              which nothing precedes that could hide its gather. A rest before each run keeps the GPU off its power limit,
+              without its gather. `--layers` layers in a row, mean of all of them; "inner" is the mean without the first,
+              which nothing precedes that could hide its gather, and the last, which looks ahead at nothing. A rest before each run keeps the GPU off its power limit,
               where a gather that waits lets the clocks recover and one that is hidden does not; the engine has no such rests
     indexer   ms of the sparse indexer with and without query split, where TP > DCP
     step      seconds of the prefill of one prompt in vLLM's engine with a tiny model (tests/gpu/tiny_deepseek.py, its maximum
@@ -67,15 +67,15 @@ def slowest(ranks: list[list[float]]) -> list[float]:
 
 
 def layer_row(ranks: list[dict[str, list[list[float]]]], layers: int, looks_ahead: bool) -> dict:
-    """Medians of a layer. `ranks`: of each rank, for each variant and repeat, ms up to the end of the first and of the last layer."""
-    row: dict = {"hidden": None, "hidden_later": None, "times": {}}
+    """Medians of a layer. `ranks`: of each rank, for each variant and repeat, ms up to the ends of the first, the last but one and the last layer."""
+    row: dict = {"hidden": None, "hidden_inner": None, "times": {}}
     for name in ranks[0]:
-        whole = slowest([[end for _, end in rank[name]] for rank in ranks])
-        later = slowest([[end - first for first, end in rank[name]] for rank in ranks])
+        whole = slowest([[end for *_, end in rank[name]] for rank in ranks])
+        inner = slowest([[last - first for first, last, _ in rank[name]] for rank in ranks])
         row[f"{name}_ms"] = statistics.median(whole) / layers
-        row[f"{name}_later_ms"] = statistics.median(later) / (layers - 1)
+        row[f"{name}_inner_ms"] = statistics.median(inner) / (layers - 2)
         row["times"][name] = [t / layers for t in whole]
-    for suffix, key in (("_ms", "hidden"), ("_later_ms", "hidden_later")):
+    for suffix, key in (("_ms", "hidden"), ("_inner_ms", "hidden_inner")):
         compute, sync, ahead = (row[name + suffix] for name in ("compute", "synchronous", "prefetch"))
         if looks_ahead and sync > compute:
             row[key] = 1 - (ahead - compute) / (sync - compute)
@@ -121,8 +121,8 @@ COLUMNS = {
     "layer": {"world": _world, "context": _context}
              | {f"{name} ms": lambda r, name=name: _number(r[f"{name}_ms"], 3) for name in VARIANTS}
              | {"hidden": lambda r: _number(r["hidden"], 3)}
-             | {f"{name}, later": lambda r, name=name: _number(r[f"{name}_later_ms"], 3) for name in VARIANTS[2:]}
-             | {"hidden, later": lambda r: _number(r["hidden_later"], 3)},
+             | {f"{name}, inner": lambda r, name=name: _number(r[f"{name}_inner_ms"], 3) for name in VARIANTS[2:]}
+             | {"hidden, inner": lambda r: _number(r["hidden_inner"], 3)},
     "indexer": {"world": _world, "context": _context, "unsplit ms": lambda r: _number(r["unsplit_ms"], 3), "split ms": lambda r: _number(r["split_ms"], 3),
                 "of the ideal saving": lambda r: _number(r["saved"], 3)},
     "step": {"world": _world, "context": _context, "variant": lambda r: r["variant"], "s": lambda r: _number(r["seconds"], 3), "steps": lambda r: str(r["steps"]),
@@ -334,7 +334,7 @@ class World:
                     for i, layer in enumerate(stack):
                         rank.layer, rank.cache = layer, layer.kv_cache
                         rank.run(batch, settings.layer, metadata, poison=False)
-                        if i == 0:
+                        if i in (0, len(stack) - 2):
                             mark()
                 rank.layer = template
 
@@ -457,7 +457,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the chunk (default: %(default)s)")
     parser.add_argument("--interleave", type=int, default=1, help="consecutive tokens of a rank (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=20, help="of the first three sections (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=5, help="layers in a row, at least 2 (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=6, help="layers in a row, at least 3 (default: %(default)s)")
     parser.add_argument("--rest", type=float, default=0.2, help="seconds of rest before them (default: %(default)s)")
     parser.add_argument("--layer", choices=("fused", "generic"), default="fused", help="DeepSeek-V3.2's own attention or MLAAttention.forward_impl (default: %(default)s)")
     parser.add_argument("--engine-layers", type=int, default=4, help="layers of the tiny model (default: %(default)s)")
@@ -475,8 +475,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if any(len(pair) != 2 or pair[1] < 2 or pair[0] % pair[1] or HEADS % pair[0] for pair in pairs):
             parser.error(f"--worlds: {' '.join(args.worlds)}: give TP/DCP with DCP at least 2, TP a multiple of it and a divisor of {HEADS}, for example 8/2")
         args.worlds = pairs
-    if args.layers < 2:
-        parser.error("--layers: a prefetch needs at least 2")
+    if args.layers < 3:
+        parser.error("--layers: at least 3, a first, a last and one between them")
     if min(args.repeats, args.engine_repeats, args.engine_layers, args.interleave) < 1:
         parser.error("repeats, layers and interleave must be at least 1")
     if min(args.tokens, *args.contexts) < 512:

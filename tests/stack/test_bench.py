@@ -30,10 +30,10 @@ def several_gpus(path: pathlib.Path) -> dict:
     world = {"tp": 2, "dcp": 2}
     link = [[[1.0], [2.0], [4.0]], [[1.5], [1.0], [3.0]]]
     results.add("link", world | {"what": "CKV gather", "context": 65536} | several.link_row(link, 40_000_000), world | {"what": "LSE merge", "context": None} | several.link_row(link, 10**8))
-    rank = {"stock": [[6, 18]] * 3, "synchronous": [[3, 9]] * 3, "compute": [[2, 6]] * 3, "prefetch": [[3, 7]] * 3}
-    later = {name: [[first + 1, last] for first, last in times] for name, times in rank.items()}
+    rank = {"stock": [[6, 12, 18]] * 3, "synchronous": [[3, 6, 9]] * 3, "compute": [[2, 4, 6]] * 3, "prefetch": [[3, 5, 7]] * 3}
+    late = {name: [[first + 1, last_but_one + 1, last] for first, last_but_one, last in times] for name, times in rank.items()}
     for context, looks_ahead in ((8192, False), (65536, True)):
-        results.add("layer", world | {"context": context} | several.layer_row([rank, later], 3, looks_ahead))
+        results.add("layer", world | {"context": context} | several.layer_row([rank, late], 3, looks_ahead))
     results.add("indexer", {"tp": 8, "dcp": 2, "context": 65536} | several.indexer_row([{"unsplit": [[4.0]], "split": [[1.0]]}] * 8, 4))
     for variant, seconds in (("stock", 2.0), ("gather", 1.0)):
         results.add("step", world | {"variant": variant, "of_stock": seconds / 2} | several.step_row([[seconds] * 5, [seconds / 2] * 5], 65536, 8192))
@@ -107,8 +107,8 @@ def test_times_of_several_ranks(tmp_path, capsys):
     assert data["link"][0]["gb_per_s"] == pytest.approx(20)
     short, long = data["layer"]
     assert (short["stock_ms"], short["synchronous_ms"], short["compute_ms"], short["prefetch_ms"]) == (6, 3, 2, pytest.approx(7 / 3))
-    assert (long["stock_later_ms"], long["prefetch_later_ms"]) == (6, 2)
-    assert short["hidden"] is None and long["hidden"] == pytest.approx(2 / 3) and long["hidden_later"] == 1
+    assert (long["stock_inner_ms"], long["prefetch_inner_ms"]) == (6, 2)
+    assert short["hidden"] is None and long["hidden"] == pytest.approx(2 / 3) and long["hidden_inner"] == 1
     assert data["indexer"][0]["saved"] == 1  # 4 ms to 1 ms over 4 ranks
     assert (data["step"][0]["seconds"], data["step"][0]["steps"], data["step"][0]["step_ms"]) == (2.0, 8, 250)
     for section in several.SECTIONS:
@@ -125,7 +125,7 @@ def test_worlds_and_arguments(capsys):
         with pytest.raises(SystemExit) as ended:
             several.choose_worlds(several.parse(arguments).worlds, gpus)
         assert ended.value.code == 2 and why in capsys.readouterr().err
-    for arguments in (["--worlds", "8"], ["--worlds", "3/2"], ["--worlds", "2/1"], ["--layers", "1"], ["--contexts", "200000"], ["--tokens", "64"], ["--repeats", "0"]):
+    for arguments in (["--worlds", "8"], ["--worlds", "3/2"], ["--worlds", "2/1"], ["--layers", "2"], ["--contexts", "200000"], ["--tokens", "64"], ["--repeats", "0"]):
         with pytest.raises(SystemExit) as ended:
             several.parse(arguments)
         assert ended.value.code == 2
