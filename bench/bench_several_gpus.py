@@ -5,25 +5,28 @@
     PYTHONPATH=PATCHED_TREE python bench/bench_several_gpus.py
     PYTHONPATH=PATCHED_TREE python bench/bench_several_gpus.py --worlds 2/2 --contexts 65536 --skip-engine     something quick
 
-Needs at least 2 GPUs of one host. All ranks work at once on one chunk at the end of a context. Four sections, a table each:
+Needs at least 2 GPUs of one host. All ranks work at once on one chunk at the end of a context. Five sections, a table each:
 
     link      what a layer sends: the records of a gather as bytes; stock's query all-gather and its merge (LSE all-gather,
               correction, reduce-scatter) as the operations that upstream calls, copies included. MB and GB/s are those that a
               rank receives; beside them the ms that bench_ckv_gather models for links of 25, 50 and 400 GB/s
+    beside    ms of a matmul alone, and with a gather of records on another stream beside it: by NCCL's kernels, as on the DCP
+              communicator, and by copy engines, as the prefetch has it
     layer     ms of an MLA attention layer with DeepSeek-V3.2's heads, FlashMLA sparse over a paged shard: stock (query
               all-gather, local shard, LSE merge), the synchronous gather, gather + prefetch, and compute: the gather's layer
               without its gather. `--layers` layers in a row, mean of all of them; "inner" is the mean without the first,
-              which nothing precedes that could hide its gather, and the last, which looks ahead at nothing. A rest before each run keeps the GPU off its power limit,
-              where a gather that waits lets the clocks recover and one that is hidden does not; the engine has no such rests
+              which nothing precedes that could hide its gather, and the last, which looks ahead at nothing. A rest before each
+              run keeps the GPU off its power limit, where a gather that waits lets the clocks recover and one that is hidden
+              does not; the engine has no such rests
     indexer   ms of the sparse indexer with and without query split, where TP > DCP
     step      seconds of the prefill of one prompt in vLLM's engine with a tiny model (tests/gpu/tiny_deepseek.py, its maximum
               length raised to the longest context), chunks of `--tokens`
 
     hidden = 1 - (prefetch - compute) / (synchronous - compute)
 
-In the first three sections the variants take turns in every repeat, in changing order, a repeat counts as long as its slowest
-rank, ranks start together, and medians over repeats are shown. An engine reads the flags when it starts, so in the last one the variants run one
-after the other. Ids and records are random; all ranks select the same ids.
+In all but the last section the variants take turns in every repeat, in changing order, a repeat counts as long as its slowest
+rank, ranks start together, and medians over repeats are shown. An engine reads the flags when it starts, so in the last one the
+variants run one after the other. Ids and records are random; all ranks select the same ids.
 
 Not in the layer: projections, RoPE, the KV write, the indexer, experts. Not used: CUDA graphs, NVLink multicast and what
 upstream builds on it (direct symmetric-memory paths, custom all-reduce).
@@ -52,10 +55,11 @@ from bench.common import LATENT, LINKS, MAX_MODEL_LEN, OUT, PAGE, RECORD, ROPE, 
 WORLDS = ("2/2", "4/4", "8/8", "8/2", "8/4")
 HEADS, TOPK = 128, 2048
 V_DIM, NOPE = 128, 128
+MATMULS, MATMUL_SIZE = 10, 8192
 WARMUP = 3  # compiles, and lets the prefetch discover the layers
 FLUSH_BYTES = 2**28  # several times the L2 cache
 VARIANTS = ("compute", "stock", "synchronous", "prefetch")
-SECTIONS = ("link", "layer", "indexer", "step")
+SECTIONS = ("link", "beside", "layer", "indexer", "step")
 
 
 # ---- what was measured
@@ -93,6 +97,11 @@ def link_row(ranks: list[list[list[float]]], received: int) -> dict:
     return {"bytes": received, "ms": ms, "gb_per_s": received / ms / 1e6}
 
 
+def beside_row(ranks: list[dict[str, list[list[float]]]], received: int) -> dict:
+    """Medians of a matmul. `ranks`: as of `layer_row`, one time a repeat, of MATMULS of them."""
+    return {"bytes": received} | {f"{name}_ms": statistics.median(slowest([[times[-1] for times in rank[name]] for rank in ranks])) / MATMULS for name in ranks[0]}
+
+
 def step_row(ranks: list[list[float]], context: int, chunk: int) -> dict:
     seconds = slowest(ranks)
     steps = -(-context // chunk)
@@ -118,6 +127,8 @@ COLUMNS = {
     "link": {"world": _world, "what": lambda r: r["what"], "context": _context, "MB": lambda r: f"{r['bytes'] / 1e6:.0f}", "ms": lambda r: _number(r["ms"], 3),
              "GB/s": lambda r: _number(r["gb_per_s"], 1)}
             | {f"ms at {link} GB/s": lambda r, link=link: _number(r["bytes"] / link / 1e6, 3) for link in LINKS},
+    "beside": {"world": _world, "context": _context, "MB": lambda r: f"{r['bytes'] / 1e6:.0f}"}
+              | {f"{what} ms": lambda r, name=name: _number(r[f"{name}_ms"], 3) for name, what in (("alone", "matmul"), ("kernels", "beside NCCL's kernels"), ("copies", "beside copy engines"))},
     "layer": {"world": _world, "context": _context}
              | {f"{name} ms": lambda r, name=name: _number(r[f"{name}_ms"], 3) for name in VARIANTS}
              | {"hidden": lambda r: _number(r["hidden"], 3)}
@@ -365,6 +376,39 @@ class World:
         self.show("indexer")
 
 
+    def beside(self) -> None:
+        from vllm.distributed.copy_engines import empty_for_gathers
+        from vllm.distributed.parallel_state import get_ckv_prefetch_group
+        from vllm.v1.attention.ops.ckv_gather import all_gather_bytes
+        from vllm.v1.attention.ops.ckv_plan import ckv_layout
+
+        prefetch, side = get_ckv_prefetch_group(), torch.cuda.Stream(self.device, priority=-1)
+        a, b = (torch.randn((MATMUL_SIZE, MATMUL_SIZE), device=self.device).to(torch.bfloat16) for _ in range(2))
+        product = torch.empty_like(a)
+        shares = [ckv_layout([context], self.dcp, self.settings.interleave).padded_total * RECORD for context in self.settings.contexts]
+        memory, _pool = empty_for_gathers((self.dcp * max(shares),), self.device, prefetch)
+
+        def matmuls(share, group=None):
+            def run(mark):
+                gathered, main = memory[: self.dcp * share], torch.cuda.current_stream()
+                for _ in range(MATMULS):
+                    if group is not None:
+                        side.wait_stream(main)
+                        with torch.cuda.stream(side):
+                            all_gather_bytes(gathered, gathered[self.group.rank_in_group * share :][:share], group)
+                    torch.mm(a, b, out=product)
+                    if group is not None:
+                        main.wait_stream(side)
+
+            return lambda: run
+
+        for context, share in zip(self.settings.contexts, shares, strict=True):
+            steps = {"alone": matmuls(share), "kernels": matmuls(share, self.group), "copies": matmuls(share, prefetch)}
+            ranks = self.all_ranks(self.take_turns(steps))
+            self.report("beside", {"context": context} | beside_row(ranks, (self.dcp - 1) * share))
+        self.show("beside")
+
+
 @contextlib.contextmanager
 def gather_left_out(backend):
     """FlashMLA's gathered attention without the gather: neither the local copy nor the collective."""
@@ -386,6 +430,7 @@ def measure_world(rank: int, tp: int, dcp: int, settings: argparse.Namespace) ->
         world.link()
         world.layers()
         world.indexer()
+        world.beside()
 
 
 def prefill_seconds(rank: int, tp: int, job: dict) -> list[list[float]]:
@@ -456,7 +501,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 65536, 131072], help="tokens, the chunk among them (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the chunk (default: %(default)s)")
     parser.add_argument("--interleave", type=int, default=1, help="consecutive tokens of a rank (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=20, help="of the first three sections (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=20, help="of all sections but the last (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="layers in a row, at least 3 (default: %(default)s)")
     parser.add_argument("--rest", type=float, default=0.2, help="seconds of rest before them (default: %(default)s)")
     parser.add_argument("--layer", choices=("fused", "generic"), default="fused", help="DeepSeek-V3.2's own attention or MLAAttention.forward_impl (default: %(default)s)")

@@ -34,6 +34,7 @@ def several_gpus(path: pathlib.Path) -> dict:
     late = {name: [[first + 1, last_but_one + 1, last] for first, last_but_one, last in times] for name, times in rank.items()}
     for context, looks_ahead in ((8192, False), (65536, True)):
         results.add("layer", world | {"context": context} | several.layer_row([rank, late], 3, looks_ahead))
+    results.add("beside", world | {"context": 65536} | several.beside_row([{"alone": [[10.0]], "kernels": [[12.0]], "copies": [[10.0]]}, {"alone": [[11.0]], "kernels": [[11.0]], "copies": [[10.0]]}], 10**7))
     results.add("indexer", {"tp": 8, "dcp": 2, "context": 65536} | several.indexer_row([{"unsplit": [[4.0]], "split": [[1.0]]}] * 8, 4))
     for variant, seconds in (("stock", 2.0), ("gather", 1.0)):
         results.add("step", world | {"variant": variant, "of_stock": seconds / 2} | several.step_row([[seconds] * 5, [seconds / 2] * 5], 65536, 8192))
@@ -109,6 +110,7 @@ def test_times_of_several_ranks(tmp_path, capsys):
     assert (short["stock_ms"], short["synchronous_ms"], short["compute_ms"], short["prefetch_ms"]) == (6, 3, 2, pytest.approx(7 / 3))
     assert (long["stock_inner_ms"], long["prefetch_inner_ms"]) == (6, 2)
     assert short["hidden"] is None and long["hidden"] == pytest.approx(2 / 3) and long["hidden_inner"] == 1
+    assert [data["beside"][0][f"{name}_ms"] for name in ("alone", "kernels", "copies")] == [1.1, 1.2, 1.0]
     assert data["indexer"][0]["saved"] == 1  # 4 ms to 1 ms over 4 ranks
     assert (data["step"][0]["seconds"], data["step"][0]["steps"], data["step"][0]["step_ms"]) == (2.0, 8, 250)
     for section in several.SECTIONS:
