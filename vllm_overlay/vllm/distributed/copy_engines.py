@@ -5,7 +5,8 @@
 NCCL gathers with a kernel whose thread blocks hold SMs, also while they wait for a
 peer. Beside a matmul of 1.4 ms on two H200 with NVLink, an all-gather of 21 MB per rank
 (0.11 ms alone) costs that matmul 0.13 ms: nothing is won by running it early. By copy
-engines it takes 0.10 ms and costs the matmul nothing that can be measured.
+engines it takes 0.10 ms and costs the matmul nothing that can be measured (the section
+`beside` of bench/bench_several_gpus.py).
 
 NCCL uses copy engines for an all-gather if three things come together: NCCL 2.28, a
 communicator with NCCL_CTA_POLICY_ZERO, and both buffers in memory of NCCL's allocator
@@ -72,9 +73,7 @@ def prefer_copy_engines(group: "GroupCoordinator") -> None:
             group.device_group = device_group
     dist.destroy_process_group(stock)
     # Connects. Memory can be registered with a communicator that exists.
-    dist.all_reduce(
-        torch.zeros(1, device=group.device), group=group.device_group
-    )
+    dist.all_reduce(torch.zeros(1, device=group.device), group=group.device_group)
 
 
 def empty_for_gathers(
