@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import envs
 from vllm.distributed import parallel_state
+from vllm.distributed.copy_engines import _on_all_ranks
 from vllm.distributed.parallel_state import get_ckv_prefetch_group, get_query_split_group, query_split_group_ranks
 from vllm.v1.attention.ops.ckv_gather import all_gather_bytes
 
@@ -108,6 +109,7 @@ def _gather_all(rank, world, tp, pp, dp, dcp):
                     "query_split": query_split.all_gather(mine, dim=0).tolist(),
                     "prefetch": _gather_bytes(prefetch, mine).tolist(),
                     "dcp": dcp_group.all_gather(mine, dim=0).tolist(),
+                    "agreed": [_on_all_ranks(True, prefetch), _on_all_ranks(prefetch.rank_in_group == 0, prefetch)],
                     "rank_in_query_split": query_split.rank_in_group,
                     "prefetch_is_dcp_ranks": prefetch.ranks == dcp_group.ranks and prefetch.rank_in_group == dcp_group.rank_in_group,
                     "own_communicator": prefetch.device_group is not dcp_group.device_group and prefetch.cpu_group is not dcp_group.cpu_group,
@@ -140,6 +142,7 @@ def test_groups_gather_and_come_back(tp, pp, dp, dcp, groups, dcp_groups):
                 "query_split": [[100 * round_ + r, -r] for r in group_of[rank]],
                 "prefetch": [[100 * round_ + r, -r] for r in dcp_group_of[rank]],
                 "dcp": [[100 * round_ + r, -r] for r in dcp_group_of[rank]],
+                "agreed": [True, False],
                 "rank_in_query_split": group_of[rank].index(rank),
                 "prefetch_is_dcp_ranks": True,
                 "own_communicator": True,

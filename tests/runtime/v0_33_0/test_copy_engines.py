@@ -34,7 +34,7 @@ class DeviceGroup:
 @pytest.fixture
 def nccl(monkeypatch):
     """A PyTorch with NCCL 2.28, whose groups are recorded. `inside`: whether memory comes out of the pool that is in use."""
-    fake = NS(version=(2, 28, 9), log=[], nodes=[True, True], inside=True)
+    fake = NS(version=(2, 28, 9), log=[], nodes=[True, True], inside=True, others_inside=True)
 
     class Options:
         def __init__(self):
@@ -56,6 +56,13 @@ def nccl(monkeypatch):
         fake.log.append(("new", tuple(ranks), backend, pg_options.config.cta_policy))
         return DeviceGroup(f"new {ranks}")
 
+    def all_reduce(x, group, op=None):
+        if group == "cpu":  # with a rank whose fact is `others_inside`
+            assert op == dist.ReduceOp.MIN
+            x.clamp_(max=int(fake.others_inside))
+        else:
+            fake.log.append(("all_reduce", group.name))
+
     dist = copy_engines.dist
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: fake.version)
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
@@ -64,14 +71,14 @@ def nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", fake.process_group, raising=False)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: fake.log.append(("destroy", group.name)))
-    monkeypatch.setattr(dist, "all_reduce", lambda x, group: fake.log.append(("all_reduce", group.name)))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(copy_engines, "in_the_same_node_as", lambda group: fake.nodes)
     monkeypatch.setattr(copy_engines.logger, "info_once", lambda message, *args: fake.log.append(message % args))
     return fake
 
 
 def group(backend="nccl", rank=3):
-    return NS(torch_distributed_backend=backend, device_communicator=None, device_group=DeviceGroup("stock"), cpu_group=None, rank=rank, group_ranks=[[0, 1], [2, 3]],
+    return NS(torch_distributed_backend=backend, device_communicator=None, device_group=DeviceGroup("stock"), cpu_group="cpu", rank=rank, group_ranks=[[0, 1], [2, 3]],
               device=CPU, unique_name="ckv_prefetch:0")  # fmt: skip
 
 
@@ -126,7 +133,7 @@ def test_memory_is_registered(nccl):
     assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((3, 5), torch.uint8, True)
     assert pool.used and pool.allocator == "NCCL's"
     assert mine.device_group.backend.registered == [(pool, True)]
-    assert nccl.log == ["ckv_prefetch:0 gathers by copy engines."]
+    assert nccl.log == ["ckv_prefetch:0 gathers by copy engines where its GPUs can access each other's memory."]
 
 
 def test_several_nodes(nccl):
@@ -137,8 +144,10 @@ def test_several_nodes(nccl):
     assert nccl.log == ["ckv_prefetch:0 does not gather by copy engines: its ranks are on several nodes."]
 
 
-def test_memory_of_another_pool_is_not_registered(nccl):
-    nccl.inside = False
+@pytest.mark.parametrize("mine_inside, others_inside", [(False, True), (True, False)])
+def test_memory_of_another_pool_on_any_rank_is_not_registered(nccl, mine_inside, others_inside):
+    """Or some ranks would wait for the others in a collective."""
+    nccl.inside, nccl.others_inside = mine_inside, others_inside
     mine = group()
     empty_for_gathers((3, 5), CPU, mine)
     assert mine.device_group.backend.registered == []

@@ -102,19 +102,29 @@ def empty_for_gathers(
         pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(pool):
             memory = torch.empty(shape, dtype=torch.uint8, device=device)
-        if _is_in(pool, memory):
+        if _on_all_ranks(_is_in(pool, memory), group):
             backend.register_mem_pool(pool, symm=True)
         else:
             refusal = "another memory pool is in use, as in sleep mode"
     else:
         memory = torch.empty(shape, dtype=torch.uint8, device=device)
     if refusal is None:
-        logger.info_once("%s gathers by copy engines.", group.unique_name)
+        logger.info_once(
+            "%s gathers by copy engines where its GPUs can access each other's memory.",
+            group.unique_name,
+        )
     else:
         logger.info_once(
             "%s does not gather by copy engines: %s.", group.unique_name, refusal
         )
     return memory, pool
+
+
+def _on_all_ranks(fact: bool, group: "GroupCoordinator") -> bool:
+    """Whether `fact` holds on every rank: to register memory is collective."""
+    agreed = torch.tensor([int(fact)])
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group.cpu_group)
+    return bool(agreed)
 
 
 def _is_in(pool: Any, memory: torch.Tensor) -> bool:
