@@ -27,7 +27,8 @@ and so many times the mean of those between. A rest before each run keeps the GP
 energy, so that a gather that waits costs less (the clocks recover meanwhile) and one that is hidden gains less.
 `--layers 61 --rest 0.01` shows that. Beside it
 
-    waits = the time that the main stream spends in the gather or waiting for it, of prefetch and synchronous
+    waits = the time that the main stream spends in the gather or waiting for it, of prefetch and synchronous, above what the same
+            events measure around nothing in the layer without a gather
 
 which leaves out what a hidden gather costs the compute: memory bandwidth, and SMs for packing and scattering records.
 
@@ -229,7 +230,7 @@ def measure(args, context, chunk, kind):
     return dict(
         context=context, chunk=chunk, link=kind, compute_ms=compute, synchronous_ms=sync, prefetch_ms=ahead, gather_ms=gather,
         link_gb_per_s=sent / gather / 1e6 if kind != "none" and gather > 0 else None,
-        visible_ms=visible, waits_ms={mode: statistics.median(waits[mode]) for mode in modes},
+        visible_ms=visible, waits_ms={mode: statistics.median(waits[mode]) - statistics.median(waits["compute"]) for mode in modes},
         hidden=1 - visible / gather if gather > 0 and kind != "none" and plan.prefetch.tables is not None else None,
         slowdown=ahead / sync - 1, looks_ahead=plan.prefetch.tables is not None, times=times,
     )  # fmt: skip
@@ -244,7 +245,7 @@ def main():
     parser.add_argument("--interleave", type=int, default=64)
     parser.add_argument("--layers", type=int, default=6, help="layers that run in a row, at least 3")
     parser.add_argument("--model-layers", type=int, default=61, help="layers of the step whose time is given")
-    parser.add_argument("--rest", type=float, default=0.2, help="seconds of rest before them")
+    parser.add_argument("--rest", type=float, default=0.1, help="seconds of rest before them")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--topk", type=int, default=2048)
     parser.add_argument("--link-programs", type=int, default=16, help="thread blocks of the sm link")

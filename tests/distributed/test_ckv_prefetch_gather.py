@@ -111,8 +111,8 @@ def _mutant(rank, world, how):
     elif how == "shared-buffer":
         init = binding.CKVPrefetcher.__init__
 
-        def same(self, staging, buffers, *args):
-            init(self, staging, [buffers[0]] * 2, *args)
+        def same(self, buffers, *args):
+            init(self, [buffers[0]] * 2, *args)
 
         binding.CKVPrefetcher.__init__ = same
     return [compare(rank, world, "cpu", (1,), 3, scenario=scenario)[0][1, True] for scenario in (SCENARIO, random_scenario(0, 12))]

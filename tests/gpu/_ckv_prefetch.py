@@ -64,7 +64,6 @@ class Model:
         workspace.reset_workspace_manager()
         workspace.init_workspace_manager(self.device)
         self.workspace = ckv_gather.reserve_ckv_gather_workspace(self.config)
-        self.workspace.staging.fill_(255)
         for buffer in self.workspace.prefetch.buffers if prefetch else [self.workspace.gathered]:
             buffer.fill_(255)
         workspace.lock_workspace()
@@ -314,10 +313,9 @@ def compare(rank, world, device, interleaves, layers, delays=False, scenario=SCE
             gather = ckv_gather.all_gather_bytes
 
             def counted(gathered, local, group, gather=gather, count=count):
-                ahead = group is get_ckv_prefetch_group()
-                count[ahead] += 1
-                # In place, or NCCL would copy.
-                assert not ahead or local.data_ptr() == gathered.data_ptr() + rank * local.numel()
+                count[group is get_ckv_prefetch_group()] += 1
+                # In place. Elsewhere, a copy by the backend would hide a wrong place.
+                assert local.data_ptr() == gathered.data_ptr() + rank * local.numel()
                 gather(gathered, local, group)
 
             ckv_gather.all_gather_bytes = counted

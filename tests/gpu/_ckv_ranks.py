@@ -341,7 +341,6 @@ class Rank:
             if arena is not None:
                 arena.fill_(255)
         if getattr(self.impl, "ckv_gather", None) is not None:  # upstream's impl has no such name
-            self.impl.ckv_workspace.staging.fill_(255)
             self.impl.ckv_workspace.gathered.fill_(255)
 
     def metadata(self, batch):

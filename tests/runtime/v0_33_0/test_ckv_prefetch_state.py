@@ -180,7 +180,7 @@ class FakeStreams:
 class Lane:
     """Does with the machine what the torch binding does, on model memory.
 
-    Cells: two buffers and a staging area, and for each layer the cache rows that each step writes.
+    Cells: two buffers, and for each layer the cache rows that each step writes.
     """
 
     def __init__(self, device, lane="a", machine=CKVPrefetchState):
@@ -207,7 +207,7 @@ class Lane:
     def layer(self, layer, step, lookahead=True, key=None):
         key = key or LayerKey("layers.*", layer)
         device, main, side = self.device, self.streams.main(), self.streams.side()
-        content, staging = ("ckv", layer, step), self.cell("staging")
+        content = ("ckv", layer, step)
         # The layer writes its chunk to the cache first.
         device.work(main, writes={self.rows(layer, step): "written"})
         self.written.setdefault(layer, []).append(step)
@@ -218,13 +218,13 @@ class Lane:
         buffer, scratch = self.cell("buffer", lease.buffer), self.cell("buffer", lease.scratch)
         self.prefetched.append(lease.prefetched)
         if lease.prefetched:
-            device.work(side, chunk, {staging: ("chunk", *content)})
-            device.work(side, {staging: ("chunk", *content)}, {scratch: ("chunk", *content)})
+            device.work(side, chunk, {scratch: ("share", *content)})
+            device.work(side, {scratch: ("share", *content)}, {scratch: ("chunk", *content)})
             device.work(side, {scratch: ("chunk", *content), buffer: ("history", *content)}, {buffer: content})
             self.machine.appended(lease)
         else:
-            device.work(main, self.history(layer, step) | chunk, {staging: content})
-            device.work(main, {staging: content}, {buffer: content})
+            device.work(main, self.history(layer, step) | chunk, {buffer: ("share", *content)})
+            device.work(main, {buffer: ("share", *content)}, {buffer: content})
         self.machine.complete(lease)
         following = self.machine.next_layer()
         if lookahead and following is not None:
@@ -404,7 +404,7 @@ class NoAppended(CKVPrefetchState):
 
 
 class NoDropWait(CKVPrefetchState):
-    """A gather in flight is forgotten: the synchronous fallback shares the staging area with it."""
+    """A gather in flight is forgotten: the synchronous fallback may write to the same buffer."""
 
     def _drop(self):
         index = self._find(BufferState.READY)

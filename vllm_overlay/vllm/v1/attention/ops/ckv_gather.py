@@ -40,11 +40,10 @@ logger = init_logger(__name__)
 
 @dataclass
 class CKVGatherWorkspace:
-    """staging: uint8 [rows_per_rank, record]. gathered: uint8 [W * rows_per_rank,
-    record], always seen by kernels in this full size. With `prefetch`, `gathered` is
-    the buffer of the layer that runs. pool: keeps the memory registered."""
+    """gathered: uint8 [W * rows_per_rank, record], always seen by kernels in this full
+    size. With `prefetch`, it is the buffer of the layer that runs. pool: keeps the
+    memory registered."""
 
-    staging: torch.Tensor
     gathered: torch.Tensor
     prefetch: CKVPrefetcher | None = None
     pool: Any = None
@@ -99,12 +98,10 @@ def reserve_ckv_gather_workspace(
             memory, pool = empty_for_gathers(shape, device, group)
         else:
             memory, pool = torch.empty(shape, dtype=torch.uint8, device=device), None
-        staging, *buffers = memory.split(
-            [config.rows_per_rank] + [config.gathered_rows] * config.num_buffers
-        )
-        workspace = CKVGatherWorkspace(staging, buffers[0], pool=pool)
+        buffers = memory.split(config.gathered_rows)
+        workspace = CKVGatherWorkspace(buffers[0], pool=pool)
         if config.prefetch:
-            workspace.prefetch = CKVPrefetcher(staging, buffers, CKV_PAGE_ROWS, group)
+            workspace.prefetch = CKVPrefetcher(list(buffers), CKV_PAGE_ROWS, group)
         return workspace
 
     manager = current_workspace_manager()
@@ -117,7 +114,10 @@ def reserve_ckv_gather_workspace(
 def all_gather_bytes(
     gathered: torch.Tensor, local: torch.Tensor, group: "GroupCoordinator"
 ) -> None:
-    """All-gather uint8 [n] into uint8 [W * n], in the current stream's order."""
+    """All-gather uint8 [n] into uint8 [W * n], in the current stream's order.
+
+    `local` may be this rank's part of `gathered`: then nothing is copied locally.
+    """
     assert gathered.numel() == group.world_size * local.numel()
     comm = getattr(group.device_communicator, "pynccl_comm", None)
     if comm is not None and not comm.disabled:
@@ -154,10 +154,10 @@ def gather_ckv(
 
     """
     cache = kv_cache.view(torch.uint8)
-    if cache.shape[-1] != workspace.staging.shape[-1]:
+    if cache.shape[-1] != workspace.gathered.shape[-1]:
         raise ValueError(
             f"The KV cache has records of {cache.shape[-1]} bytes, the CKV gather "
-            f"workspace of {workspace.staging.shape[-1]}."
+            f"workspace of {workspace.gathered.shape[-1]}."
         )
     if workspace.prefetch is not None:
         gathered = workspace.prefetch.gather(
@@ -184,8 +184,9 @@ def _gather_ckv_now(
     workspace: CKVGatherWorkspace,
     group: "GroupCoordinator",
 ) -> torch.Tensor:
-    """The synchronous gather, into `workspace.gathered`."""
-    local = workspace.staging[: plan.padded_total]
+    """The synchronous gather, into `workspace.gathered`, this rank's rows in place."""
+    gathered = workspace.gathered[: plan.gathered_rows]
+    local = plan.own_share(gathered)
     if plan.local_rows:
         ops.cp_gather_cache(
             cache,
@@ -195,7 +196,6 @@ def _gather_ckv_now(
             plan.num_reqs,
         )
     local[plan.local_rows :].zero_()
-    gathered = workspace.gathered[: plan.gathered_rows]
     all_gather_bytes(gathered.view(-1), local.view(-1), group)
     return gathered
 

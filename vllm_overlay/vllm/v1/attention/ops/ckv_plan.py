@@ -183,9 +183,8 @@ class CKVGatherConfig:
 
     @property
     def workspace_bytes(self) -> int:
-        """Staging of one rank plus the gathered buffers."""
-        rows = self.rows_per_rank + self.num_buffers * self.gathered_rows
-        return rows * self.record_bytes
+        """The gathered buffers: a rank's own rows are gathered in place."""
+        return self.num_buffers * self.gathered_rows * self.record_bytes
 
 
 # --------------------------------------------------------------------------- layout
@@ -331,6 +330,10 @@ class CKVGatherPlan:
     @property
     def gathered_rows(self) -> int:
         return self.dcp_world_size * self.padded_total
+
+    def own_share(self, gathered: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the gathered ones, [padded_total, ...], a view."""
+        return gathered[self.dcp_rank * self.padded_total :][: self.padded_total]
 
 
 class CKVGatherPlanner:

@@ -7,8 +7,7 @@ in earlier steps, never rows being written) is gathered on a side stream into th
 buffer that L does not read. When L + 1 runs, only the current chunk is missing: the
 side stream appends it while the main stream prepares the queries.
 
-One `CKVPrefetchState` orders one lane: two buffers, one staging area (the chunk is
-packed there on the side stream, or all rows on the main stream) and one side stream.
+One `CKVPrefetchState` orders one lane: two buffers and one side stream.
 Lanes share nothing. A lane is what vLLM's workspace manager keeps apart, so each ubatch
 and, where the model runner gives the draft model a workspace lane, target and draft
 have their own. Where they share one, their layers still do not follow each other in any
@@ -32,9 +31,8 @@ States of a buffer:
     drop      READY -> FREE        main waits for `written`: wrong layer or new step
     reset     any -> FREE          the host waits for both streams
 
-From `consume` to the next `prepare` no gather is in flight. The staging area and the
-other buffer then belong to the stream that completes this layer's buffer: on the side
-stream, the chunk travels through them, before the next layer's history does.
+From `consume` to the next `prepare` no gather is in flight. The chunk then travels
+through the other buffer, on the side stream, before the next layer's history does.
 
 A layer is looked ahead at only after it was seen to follow: in some step, it was
 consumed right after the layer with the same name and the index before it. So the first
@@ -138,7 +136,7 @@ class Lease:
 
     prefetched: it has the layer's history, and the chunk is to be appended on the side
         stream. Otherwise its content is undefined: gather on the main stream.
-    scratch: the other buffer, free for either until the next `prepare`.
+    scratch: the other buffer, free for the chunk until the next `prepare`.
     """
 
     buffer: int
@@ -289,8 +287,7 @@ class CKVPrefetchState:
         """Allow the side stream to fill a buffer with the history of `layer`.
 
         Work that is now enqueued on the side stream runs after everything that is on
-        the main stream: the writes of earlier steps, the last reader of the buffer
-        and the last user of the staging area.
+        the main stream: the writes of earlier steps and the last reader of the buffer.
 
         Raises:
             RuntimeError: closed, no step begun, a gather is in flight or enqueued.

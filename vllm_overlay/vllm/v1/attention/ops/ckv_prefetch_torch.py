@@ -338,7 +338,6 @@ class CKVPrefetcher:
     """Prefetching gather of one lane: its buffers, and the layers it has seen.
 
     Args:
-        staging: uint8 [rows per rank, record].
         buffers: NUM_BUFFERS times uint8 [W * rows per rank, record].
         page_rows: rows per page in which kernels see a buffer.
         group: the ranks of the DCP group with a communicator of their own.
@@ -347,21 +346,16 @@ class CKVPrefetcher:
 
     def __init__(
         self,
-        staging: torch.Tensor,
         buffers: list[torch.Tensor],
         page_rows: int,
         group: "GroupCoordinator",
     ) -> None:
         assert len(buffers) == NUM_BUFFERS
-        self.staging = staging
+        device = buffers[0].device
         self.buffers = buffers
         self.page_rows = page_rows
         self.group = group
-        self.streams = (
-            CUDAStreams(staging.device)
-            if staging.device.type == "cuda"
-            else InlineStreams()
-        )
+        self.streams = CUDAStreams(device) if device.type == "cuda" else InlineStreams()
         self.state = CKVPrefetchState(self.streams)
         # Layers, not their caches: a cache is looked up when it is read, so a binding
         # that changed cannot be missed. Weak: a lane must not keep a model alive.
@@ -371,13 +365,16 @@ class CKVPrefetcher:
         self._plan: Any = None
         # A buffer as one request's pages.
         self._pages = torch.arange(
-            buffers[0].shape[0] // page_rows, dtype=torch.int32, device=staging.device
+            buffers[0].shape[0] // page_rows, dtype=torch.int32, device=device
         ).view(1, -1)
-        if staging.device.type == "cuda":
+        if device.type == "cuda":
             # Compile before the KV cache is sized and the first prompt waits.
             nothing = self._pages.new_zeros((1, 4))
             copy_ckv_segments(
-                self._paged(buffers[0]), self._pages, CKVSegments(nothing, 0), staging
+                self._paged(buffers[0]),
+                self._pages,
+                CKVSegments(nothing, 0),
+                buffers[1],
             )
 
     def _paged(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -468,11 +465,11 @@ class CKVPrefetcher:
     ) -> None:
         """Fill the holes of a prefetched buffer with the current chunk's records."""
         tables = plan.prefetch.tables
-        # Neither is used by anybody else between consume and prepare. A rank's chunk is
-        # part of its share, so it fits.
-        mine = self.staging[: tables.chunk_rows]
+        # Nobody else uses it between consume and prepare. A rank's chunk is part of
+        # its share, so it fits.
         scratch = self.buffers[lease.scratch]
         received = scratch[: plan.dcp_world_size * tables.chunk_rows]
+        mine = received[plan.dcp_rank * tables.chunk_rows :][: tables.chunk_rows]
         with self.streams.use_side():
             copy_ckv_segments(
                 kv_cache.view(torch.uint8), plan.block_table, tables.pack, mine
@@ -497,8 +494,7 @@ class CKVPrefetcher:
         ticket = self.state.prepare(key)
         with self.streams.use_side():
             gathered = self.buffers[ticket.buffer][: plan.gathered_rows]
-            # In place: what the all-gather need not copy takes no memory bandwidth.
-            mine = gathered[plan.dcp_rank * plan.padded_total :][: plan.padded_total]
+            mine = plan.own_share(gathered)
             copy_ckv_segments(
                 layer.kv_cache.view(torch.uint8),
                 plan.block_table,
