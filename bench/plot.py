@@ -90,7 +90,7 @@ def several_gpus(data: dict, figure) -> None:
     for axes, section in zip(panels, drawn, strict=True):
         rows = data[section]
         if section == "layer":
-            bars(axes, [_place(r) for r in rows], {name: [r[f"{name}_ms"] for r in rows] for name in ("stock", "synchronous", "prefetch", "compute")})
+            bars(axes, [_place(r) for r in rows], {name: [r[f"{name}_ms"] for r in rows] for name in ("stock", "synchronous", "prefetch", "compute")}, digits=2)
             axes.set_ylabel("ms per layer")
         elif section == "indexer":
             bars(axes, [_place(r) for r in rows], {name: [r[f"{name}_ms"] for r in rows] for name in ("unsplit", "split")}, digits=2)

@@ -3,10 +3,10 @@
 """NCCL all-gathers by the GPU's copy engines, for transfers beside a layer that computes.
 
 NCCL gathers with a kernel whose thread blocks hold SMs, also while they wait for a
-peer. Beside a matmul of 1.4 ms on two H200 with NVLink, an all-gather of 21 MB per rank
-(0.11 ms alone) costs that matmul 0.13 ms: nothing is won by running it early. By copy
-engines it takes 0.10 ms and costs the matmul nothing that can be measured (the section
-`beside` of bench/bench_several_gpus.py).
+peer. Beside a matmul of 1.42 ms on two H200 with NVLink, an all-gather of 43 MB per
+rank (0.19 ms alone) makes the matmul 0.11 ms longer, which is more than half of what
+running it early could win; by copy engines 0.001 ms (the section `beside` of
+bench/bench_several_gpus.py).
 
 NCCL uses copy engines for an all-gather if three things come together: NCCL 2.28, a
 communicator with NCCL_CTA_POLICY_ZERO, and both buffers in memory of NCCL's allocator
