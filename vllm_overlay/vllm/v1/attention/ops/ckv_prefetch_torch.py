@@ -20,11 +20,12 @@ when the layer's buffer is complete. Earlier, it competes for memory bandwidth w
 chunk and with the queries' copy into their padding; later, with attention for SMs. On
 two H200 with NVLink, DCP 2, 64k tokens, chunks of 2048, taking turns, a layer of 1.34
 ms then lasts 16 us longer than without any gather. Started at the layer's gather it was
-19 us, right before attention 20 us; the synchronous gather costs 125 us. What is left
-is memory traffic: a profile shows attention 5 us longer beside 38 MB of copies, and the
-upconvert 4 us longer beside the packing. Packing with 16 thread blocks, which takes 2
-to 4 times as long, gained about 2 us; with 8 or 32, or with loads and stores that L2 is
-to evict first, nothing.
+19 us, right before attention 20 us; the synchronous gather costs 125 us. Later runs
+left 28 to 37 us. A profile of one layer (not in bench/; DCP 8, copies from a second
+GPU) shows attention 5 us longer beside 38 MB of copies, and the upconvert 4 us longer
+beside the packing: memory traffic, it seems. Packing with 16 thread blocks gained 1 to
+6 us with copies from a second GPU or over NVLink, nothing with copies from the host,
+and cost 3 us beside a copy by SMs.
 
 Why records and not the latent, which every rank has: a rank could quantize the whole
 chunk itself and save the exchange. But then the bytes are right only as long as two
