@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the CKV gather hides behind the attention of the layer before, on one GPU.
+"""How much of the CKV gather hides behind the layer before and the layer's own indexer, on one GPU.
 
     python bench/bench_ckv_prefetch.py                       the table below; JSON in bench/out/ckv_prefetch.json
     python bench/bench_ckv_prefetch.py --rounds 1 --contexts 8 16    something quick
 
-One process is rank 0 of W. Real: planner, workspace, prefetch, copy and remap kernels, upconvert, FlashMLA bf16 sparse
-attention (16 heads padded to 64, top-k 2048). Not real: the link. What the other ranks would send is copied instead, the same
+One process is rank 0 of W. Real: planner, workspace, prefetch, copy and remap kernels, vLLM's sparse indexer with DeepSeek-V3.2's
+shapes, upconvert, FlashMLA bf16 sparse attention (16 heads padded to 64, top-k 2048). Not real: the link. What the other ranks would send is copied instead, the same
 bytes, by one of these means:
 
     host    from pinned host memory, by a copy engine: about what a PCIe link gives
@@ -16,8 +16,9 @@ bytes, by one of these means:
             copy engines (vllm/distributed/copy_engines.py)
     none    nothing is copied: all that is left are the launches, so there is nothing to hide
 
-A layer is its KV write, the gather and its attention: neither projections nor indexer nor experts, which would give the
-gather more to hide behind.
+A layer is its KV write, the gather, the indexer and attention, in the order of vllm/models/deepseek_v32/attention.py: neither
+projections nor experts, which would give the gather more to hide behind. The indexer's own exchange takes no time, and attention
+reads ids of its own. `--skip-indexer` leaves it out, as layers do that reuse the ids of another one.
 
     hidden = 1 - (prefetch - compute) / (synchronous - compute)         times of a whole step
 
@@ -55,7 +56,7 @@ from vllm.triton_utils import tl, triton  # noqa: E402
 from vllm.v1.attention.ops import ckv_gather, ckv_plan, ckv_remap  # noqa: E402
 from vllm.v1.worker import workspace  # noqa: E402
 
-from bench.common import LATENT, OUT, PAGE, RECORD, ROPE, make_records, rest, turns  # noqa: E402
+from bench.common import LATENT, OUT, PAGE, RECORD, ROPE, IndexerChunk, StubDcpGroup, make_records, rest, turns  # noqa: E402
 
 HEADS, PADDED_HEADS = 16, 64
 SCALE = (LATENT + ROPE) ** -0.5
@@ -101,12 +102,12 @@ class Link:
 
 
 class Step:
-    """A chunk of one request behind its context, in `layers` layers of one rank."""
+    """A chunk of one request behind its context, in `layers` layers of one rank. `indexer`: does a layer's, or None."""
 
-    def __init__(self, args, context, chunk, link, prefetch):
+    def __init__(self, args, context, chunk, link, prefetch, indexer):
         from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
 
-        self.kernel = flash_mla_sparse_fwd
+        self.kernel, self.indexer = flash_mla_sparse_fwd, indexer
         self.args, self.context, self.chunk = args, context, chunk
         self.device = device = torch.device("cuda")
         world = args.world
@@ -115,6 +116,7 @@ class Step:
             record_bytes=RECORD, decode_query_len=1, num_layers=args.layers, prefetch=prefetch,
         )  # fmt: skip
         self.group = NS(world_size=world)
+        ckv_gather.get_dcp_group = lambda: self.group
         ckv_gather.get_ckv_prefetch_group = lambda: NS(world_size=world, torch_distributed_backend="a copy", unique_name="the stand-in")
         workspace.reset_workspace_manager()
         workspace.init_workspace_manager(device)
@@ -132,7 +134,7 @@ class Step:
         self.layers = []
         for i in range(args.layers):
             layer = Layer()
-            layer.layer_name = f"model.layers.{i}.self_attn.attn"
+            layer.layer_name, layer.impl = f"model.layers.{i}.self_attn.attn", NS(ckv_workspace=self.workspace)
             layer.kv_cache = make_records(blocks * PAGE, device).view(blocks, PAGE, RECORD)
             self.layers.append(layer)
         mine = ckv_plan.ckv_layout([context - chunk, context], world, args.interleave).rank_req_lens[0]
@@ -174,6 +176,12 @@ class Step:
         for layer in self.layers:
             mark()
             layer.kv_cache.view(-1, RECORD)[self.slots] = self.new_rows
+            mark()
+            if gather:
+                ckv_gather.start_ckv_gather(layer, layer.kv_cache, NS(ckv_gather=plan))
+            mark()
+            if self.indexer is not None:
+                self.indexer()
             prefetch = self.workspace.prefetch
             with prefetch.attending(layer) if prefetch is not None and gather else contextlib.nullcontext():
                 mark()
@@ -195,9 +203,9 @@ class Step:
                 self.kernel(self.q, self.bf16_rows.view(-1, 1, LATENT + ROPE), slots[:, None], SCALE, topk_length=counts, out=self.out)
         mark()
         marks[-1].synchronize()
-        starts = marks[::5]
-        whole = [a.elapsed_time(b) for a, b in itertools.pairwise(starts)]
-        gathers = [marks[i + 1].elapsed_time(marks[i + 2]) + marks[i + 3].elapsed_time(marks[i + 4]) for i in range(0, len(marks) - 1, 5)]
+        whole = [a.elapsed_time(b) for a, b in itertools.pairwise(marks[::7])]
+        # Of each layer's marks: the start of the gather, what is left of it at attention, and the wait for it.
+        gathers = [sum(marks[i + j].elapsed_time(marks[i + j + 1]) for j in (1, 3, 5)) for i in range(0, len(marks) - 1, 7)]
         return self.of_model(whole), self.of_model(gathers)
 
     def of_model(self, times):
@@ -206,11 +214,23 @@ class Step:
         return (first + (self.args.model_layers - 2) * statistics.mean(inner) + last) / self.args.model_layers
 
 
+def make_indexer(args, context, chunk):
+    """A function that runs the indexer of rank 0."""
+    from vllm.model_executor.layers import sparse_attn_indexer
+    from vllm.v1.attention.backends.mla import indexer as backend
+
+    group = StubDcpGroup(args.world, chunk, args.topk)
+    backend.get_dcp_group = sparse_attn_indexer.get_dcp_group = lambda: group
+    run, _ = IndexerChunk(args.world, args.world, 0, context, chunk, args.interleave, args.topk, torch.device("cuda")).call(split=False)
+    return run
+
+
 def measure(args, context, chunk, kind):
     """Medians over rounds, in which the modes take turns."""
+    indexer = None if args.skip_indexer else make_indexer(args, context, chunk)
     steps = {}
     for prefetch in (False, True):
-        steps[prefetch] = Step(args, context, chunk, kind, prefetch)
+        steps[prefetch] = Step(args, context, chunk, kind, prefetch, indexer)
     modes = {"compute": (False, False), "synchronous": (False, True), "prefetch": (True, True)}
     times, waits = ({mode: [] for mode in modes} for _ in range(2))
     for round_ in range(args.rounds + WARMUP):
@@ -248,6 +268,7 @@ def main():
     parser.add_argument("--rest", type=float, default=0.1, help="seconds of rest before them")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--topk", type=int, default=2048)
+    parser.add_argument("--skip-indexer", action="store_true", help="layers without an indexer")
     parser.add_argument("--link-programs", type=int, default=16, help="thread blocks of the sm link")
     parser.add_argument("--out", type=pathlib.Path, default=OUT / "ckv_prefetch.json")
     args = parser.parse_args()

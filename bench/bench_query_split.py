@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from bench.common import INDEX_HEADS, OUT, IndexerChunk
+from bench.common import INDEX_HEADS, OUT, IndexerChunk, StubDcpGroup
 from tests.distributed.indexer_batch import FLAG
 
 TOPK = 2048
@@ -82,20 +82,6 @@ class Timer:
         return [{part: statistics.median(values) for part, values in seen.items()} for seen in samples]
 
 
-class StubDcpGroup:
-    """Rank 0 of `world`; the other ranks' candidates are random, made once."""
-
-    def __init__(self, world: int, rows: int):
-        self.world_size, self.rank_in_group = world, 0
-        self.pool = torch.randn((rows, world * TOPK, 2), device="cuda")
-        self.pool[..., 1] = torch.randint(0, 1 << 20, self.pool.shape[:2], device="cuda").float()
-
-    def all_gather(self, packed, dim):
-        gathered = self.pool[: len(packed)]
-        gathered[:, :TOPK] = packed
-        return gathered
-
-
 class StubSplitGroup:
     device_communicator = types.SimpleNamespace(pynccl_comm=types.SimpleNamespace(disabled=False))
 
@@ -116,7 +102,7 @@ def measure(timer, tp, dcp, context, tokens, interleave, repeats, row_cost):
 
     q = tp // dcp
     tokens = min(tokens, context)
-    group = StubDcpGroup(dcp, tokens)
+    group = StubDcpGroup(dcp, tokens, TOPK)
     backend.get_dcp_group = indexer.get_dcp_group = lambda: group
     if row_cost is not None:
         backend.ROW_COST_KEYS = row_cost

@@ -12,7 +12,7 @@ Needs at least 2 GPUs of one host. All ranks work at once on one chunk at the en
               rank receives; beside them the ms that bench_ckv_gather models for links of 25, 50 and 400 GB/s
     beside    ms of a matmul alone, and with a gather of records on another stream beside it: by NCCL's kernels, as on the DCP
               communicator, and by copy engines, as the prefetch has it
-    layer     ms of an MLA attention layer with DeepSeek-V3.2's heads, FlashMLA sparse over a paged shard: stock (query
+    layer     ms of an MLA attention layer with DeepSeek-V3.2's indexer and heads, FlashMLA sparse over a paged shard: stock (query
               all-gather, local shard, LSE merge), the synchronous gather, gather + prefetch, and compute: the gather's layer
               without its gather. `--layers` layers in a row, mean of all of them; "inner" is the mean without the first,
               which nothing precedes that could hide its gather, and the last, which looks ahead at nothing. A rest before each
@@ -28,7 +28,7 @@ In all but the last section the variants take turns in every repeat, in changing
 rank, ranks start together, and medians over repeats are shown. An engine reads the flags when it starts, so in the last one the
 variants run one after the other. Ids and records are random; all ranks select the same ids.
 
-Not in the layer: projections, RoPE, the KV write, the indexer, experts. Not used: CUDA graphs, NVLink multicast and what
+Not in the layer: projections, RoPE, the KV write, experts; the generic layer has no indexer either. Not used: CUDA graphs, NVLink multicast and what
 upstream builds on it (direct symmetric-memory paths, custom all-reduce).
 
 Prints each table as soon as its world is measured and writes the JSON as often, so that a run that is cut short keeps what it
@@ -318,13 +318,17 @@ class World:
         w_uk = (torch.randn((self.heads, NOPE, LATENT), device=self.device) * NOPE**-0.5).to(torch.bfloat16)
         w_uv = (torch.randn((self.heads, LATENT, V_DIM), device=self.device) * LATENT**-0.5).to(torch.bfloat16)
         common = chunk_metadata(context, tokens, block_table)
+        indexer_op = None
+        if settings.layer == "fused" and not settings.skip_indexer:
+            indexer = IndexerChunk(self.tp, self.dcp, self.group.rank_in_group, context, tokens, settings.interleave, TOPK, self.device)
+            indexer_op, _ = indexer.call(split=False)
         looks_ahead = False
 
         def step(name, without_gather=False):
             nonlocal looks_ahead
             rank, manager = variants[name]
             rank.heads = slice(None)  # the batch holds the heads of this rank only
-            rank.topk_buffer[:tokens] = ids
+            rank.topk_buffer[:tokens], rank.indexer_op = ids, indexer_op
             template, stack = rank.layer, []
             for i, cache in enumerate(caches):
                 layer = copy.copy(template)
@@ -505,6 +509,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6, help="layers in a row, at least 3 (default: %(default)s)")
     parser.add_argument("--rest", type=float, default=0.2, help="seconds of rest before them (default: %(default)s)")
     parser.add_argument("--layer", choices=("fused", "generic"), default="fused", help="DeepSeek-V3.2's own attention or MLAAttention.forward_impl (default: %(default)s)")
+    parser.add_argument("--skip-indexer", action="store_true", help="attention layers without an indexer, like those that reuse another layer's ids")
     parser.add_argument("--engine-layers", type=int, default=4, help="layers of the tiny model (default: %(default)s)")
     parser.add_argument("--engine-repeats", type=int, default=5, help="prefills of each context and variant (default: %(default)s)")
     parser.add_argument("--skip-engine", action="store_true", help="leave the section step out")

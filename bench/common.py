@@ -79,6 +79,20 @@ def chunk_metadata(context, tokens, block_table):
     )
 
 
+class StubDcpGroup:
+    """Rank 0 of `world` in the indexer's exchange; the other ranks' candidates are random, made once. Takes no time for transfers."""
+
+    def __init__(self, world, rows, topk):
+        self.world_size, self.rank_in_group, self.topk = world, 0, topk
+        self.pool = torch.randn((rows, world * topk, 2), device="cuda")
+        self.pool[..., 1] = torch.randint(0, 1 << 20, self.pool.shape[:2], device="cuda").float()
+
+    def all_gather(self, packed, dim):
+        gathered = self.pool[: len(packed)]
+        gathered[:, : self.topk] = packed
+        return gathered
+
+
 class IndexerChunk:
     """DeepSeek-V3.2's sparse indexer on one rank: the last `tokens` tokens of a context, vLLM's own builder and op.
 

@@ -129,12 +129,13 @@ def _attention(rank, world, layer_kind):
 
     outputs = {prefetch: attention_outputs(Rank, Batch, rank, world, "cpu", prefetch, layer_kind) for prefetch in (0, 1)}
     same = [torch.equal(a, b) for a, b in zip(outputs[0][0], outputs[1][0], strict=True)]
-    return same, outputs[0][1], outputs[1][1], max(outputs[1][2])
+    return same, outputs[0][1], outputs[1][1], max(outputs[1][2]), outputs[1][3]
 
 
 @pytest.mark.parametrize("layer_kind", ["generic", "fused"])
 def test_attention_is_bit_identical(layer_kind):
-    for same, without, prefetched, worst in ranks(2, _attention, layer_kind):
+    for same, without, prefetched, worst, begun in ranks(2, _attention, layer_kind):
         assert same == [True] * 9
         assert (without, prefetched) == (0, 4)
         assert worst < 1e-2
+        assert begun == (9 if layer_kind == "fused" else 0)

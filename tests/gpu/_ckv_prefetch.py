@@ -9,6 +9,7 @@ import random
 import time
 from types import SimpleNamespace as NS
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,9 +38,9 @@ class Step(NamedTuple):
 
 
 class Layer:
-    def __init__(self, index, cache):
+    def __init__(self, index, workspace):
         self.layer_name = f"model.layers.{index}.self_attn.attn"
-        self.index, self.kv_cache = index, cache
+        self.index, self.kv_cache, self.impl = index, None, NS(ckv_workspace=workspace)
 
 
 class Model:
@@ -71,7 +72,7 @@ class Model:
         self.pages_each = max_len // world // PAGE + 2
         table = np.random.default_rng(rank).permutation(requests * self.pages_each).reshape(requests, self.pages_each)
         self.block_table = table.astype(np.int32)
-        self.layers = [Layer(i, None) for i in range(layers)]
+        self.layers = [Layer(i, self.workspace) for i in range(layers)]
         self.bind()
 
     def bind(self):
@@ -79,7 +80,7 @@ class Model:
         from vllm.v1.attention.ops.ckv_prefetch import reset_ckv_prefetch
 
         for layer in self.layers:
-            reset_ckv_prefetch(NS(impl=NS(ckv_workspace=self.workspace)))
+            reset_ckv_prefetch(layer)
             layer.kv_cache = torch.full((self.block_table.size, PAGE, RECORD), 255, dtype=torch.uint8, device=self.device)
         self.lengths = {}
         self.step_of = {}
@@ -143,17 +144,23 @@ class Model:
         return NS(plan=plan, writes=writes, requests=[request for request, _ in batch])
 
     def run(self, step, only=None):
-        """Every layer writes its chunk, gathers and reads the gathered buffer; {layer: the copy it read}."""
-        from vllm.v1.attention.ops.ckv_gather import gather_ckv
+        """Every layer writes its chunk, gathers and reads the gathered buffer; {layer: the copy it read}.
+
+        Every other layer starts its gather early, as one with an indexer does.
+        """
+        from vllm.v1.attention.ops import ckv_gather
 
         copies = {}
         for layer in self.layers if only is None else [self.layers[i] for i in only]:
             slots, data = step.writes[layer.index]
             self.sleep()
             layer.kv_cache.view(-1, RECORD)[slots] = data
+            if layer.index % 2:
+                ckv_gather.start_ckv_gather(layer, layer.kv_cache, NS(ckv_gather=step.plan))
+                self.sleep()
             prefetch = self.workspace.prefetch
             with contextlib.nullcontext() if prefetch is None else prefetch.attending(layer):
-                gathered = gather_ckv(layer.kv_cache, step.plan, self.workspace, self.group())
+                gathered = ckv_gather.gather_ckv(layer.kv_cache, step.plan, self.workspace, self.group())
                 self.sleep()
                 assert gathered.data_ptr() == self.workspace.gathered.data_ptr() == self.workspace.pages().data_ptr()
                 copies[layer.index] = gathered.clone()
@@ -186,11 +193,8 @@ class Solo(Model):
         from vllm.v1.attention.ops import ckv_gather
 
         self.dcp, self.side = (NS(world_size=world, torch_distributed_backend="a copy", unique_name=name) for name in ("dcp", "side"))
-        before, ckv_gather.get_ckv_prefetch_group = ckv_gather.get_ckv_prefetch_group, lambda: self.side
-        try:
+        with mock.patch.object(ckv_gather, "get_ckv_prefetch_group", lambda: self.side):
             super().__init__(0, world, device, **kwargs)
-        finally:
-            ckv_gather.get_ckv_prefetch_group = before
 
     def group(self):
         return self.dcp
@@ -218,30 +222,29 @@ class Solo(Model):
 
     def run(self, step, only=None):
         from vllm.v1.attention.ops import ckv_gather
+        from vllm.v1.attention.ops.ckv_prefetch import NUM_BUFFERS, BufferState
+
+        state = None if self.workspace.prefetch is None else self.workspace.prefetch.state
 
         def all_gather(gathered, local, group):
-            prefetch = self.workspace.prefetch
-            if group is self.side:
-                layer, kind = prefetch.state.next_layer().index, "ahead"
-            elif prefetch is None:
-                layer, kind = self.sync_layer, "whole"
+            if group is self.dcp:
+                layer, kind = self.running, "whole"
+            elif BufferState.FILLING in map(state.state_of, range(NUM_BUFFERS)):
+                layer, kind = state.next_layer().index, "ahead"
             else:
-                layer, kind = prefetch._layer.index, "chunk" if prefetch._lease.prefetched else "whole"
+                layer, kind = self.running, "chunk"
             self.sleep()
             shares = gathered.view(self.world, -1)
             shares[0].copy_(local)
             shares[1:].copy_(step.sent[layer][kind][1:].view(self.world - 1, -1))
             self.sleep()
 
-        before, ckv_gather.all_gather_bytes = ckv_gather.all_gather_bytes, all_gather
-        try:
-            copies = {}
+        copies = {}
+        with mock.patch.multiple(ckv_gather, all_gather_bytes=all_gather, get_dcp_group=self.group):
             for index in range(len(self.layers)) if only is None else only:
-                self.sync_layer = index
+                self.running = index
                 copies |= super().run(step, [index])
-            return copies
-        finally:
-            ckv_gather.all_gather_bytes = before
+        return copies
 
 
 # Chunks of several requests, second and later chunks, requests that join midway, one that finishes while another decodes, a batch
@@ -354,30 +357,40 @@ def lookaheads(scenario, layers):
 
 
 def check(results, scenario, interleaves, layers):
-    """Of every rank's `compare`: right bytes, one gather a layer on the main communicator, the others on the prefetch group's."""
+    """Of every rank's `compare`: right bytes; a gather on the main communicator for each layer that was not looked ahead at, two on
+    the prefetch group's for each that was, of its history and of its chunk."""
     for wrong, gathers in results:
         for interleave in interleaves:
             assert wrong[interleave, False] == wrong[interleave, True] == []
             assert gathers[interleave, False] == [len(scenario) * layers, 0]
-            # One gather on the main communicator in any case: of everything, or of the chunk.
-            assert gathers[interleave, True] == [len(scenario) * layers, lookaheads(scenario, layers)]
+            ahead = lookaheads(scenario, layers)
+            assert gathers[interleave, True] == [len(scenario) * layers - ahead, 2 * ahead]
 
 
 def attention_outputs(Rank, Batch, rank, world, device, prefetch, layer_kind, *, layers=3, heads=16, topk=128, **config):
-    """Outputs of every layer in three steps (chunks of two requests), prefetched gathers, and errors against float64.
+    """Outputs of every layer in three steps (chunks of two requests), prefetched gathers, errors against float64, and gathers that
+    had begun when an indexer selected tokens. It has a collective of its own on the DCP group.
 
     The rows of the current chunk hold other bytes until their layer runs, so a prefetch that reads them is seen.
     """
     import copy
 
     from tests.gpu._ckv_ranks import error, rows_of
+    from vllm.distributed.parallel_state import get_dcp_group
     from vllm.v1.attention.ops import ckv_prefetch_torch
 
     ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY = 1
     settings = dict(interleave=16, heads=heads, topk=topk, max_tokens=64, max_model_len=512) | config
     me = Rank(rank, world, device, **settings).build(CKV_GATHER=1, CKV_GATHER_MIN_TOKENS=0, CKV_PREFETCH=prefetch)
     me.builder.reorder_batch_threshold = 1
-    template, outputs, errors, prefetched = me.layer, [], [], 0
+    template, outputs, errors, prefetched, begun = me.layer, [], [], 0, 0
+
+    def indexer_op():
+        nonlocal begun
+        begun += bool(prefetch) and me.impl.ckv_workspace.prefetch.begun
+        assert get_dcp_group().all_reduce(torch.ones(1, device=device)).item() == world
+
+    me.indexer_op = indexer_op
     if prefetch:
         consume = me.impl.ckv_workspace.prefetch.state.consume
 
@@ -417,4 +430,4 @@ def attention_outputs(Rank, Batch, rank, world, device, prefetch, layer_kind, *,
             me.cache.view(-1, RECORD)[slots] = rows
             outputs.append(me.run(batch, layer_kind, metadata, poison=False))
             errors.append(error(outputs[-1], me.reference(batch)))
-    return outputs, prefetched, errors
+    return outputs, prefetched, errors, begun

@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 from types import SimpleNamespace as NS
+from unittest import mock
 
 import numpy as np
 import torch
@@ -192,6 +193,7 @@ class Rank:
 
     record = 656  # bytes
     dequantize = staticmethod(dequantize)
+    indexer_op = None  # called by the fused layer where it selects tokens
 
     def __init__(self, rank, world, device, **config):
         self.rank, self.world = rank, world
@@ -297,6 +299,9 @@ class Rank:
             layer_name="layer",
             indexer=None,
             skip_topk=True,
+            pcp_shard_decode_requests=False,
+            topk_indices_buffer=self.topk_buffer,
+            _dense_mha_metadata_layer_name="",
             _fp8_query=False,
             _fp8_kv_needs_view=False,
         )
@@ -366,11 +371,12 @@ class Rank:
 
         q_nope, q_pe = q.split([NOPE, ROPE], dim=-1)
         ql_nope = torch.bmm(q_nope.transpose(0, 1), self.layer.W_UK_T).transpose(0, 1)
-        before, fused.get_attention_context = fused.get_attention_context, lambda name: (metadata, self.layer, self.cache, None)
-        try:
-            fused.DeepseekV32Attention._sparse_indexer_and_attn(self.layer, None, None, q_nope, q_pe, None, None, None, None, None, ql_nope, q_pe.contiguous(), output)
-        finally:
-            fused.get_attention_context = before
+        if self.indexer_op is not None:
+            self.layer.indexer, self.layer.skip_topk = mock.MagicMock(), False
+        replaced = {"get_attention_context": lambda name: (metadata, self.layer, self.cache, None), "sparse_attn_indexer": lambda *args, **kwargs: self.indexer_op()}
+        with mock.patch.multiple(fused, **replaced):
+            # In place of the indexer's queries and weights: something.
+            fused.DeepseekV32Attention._sparse_indexer_and_attn(self.layer, None, None, q_nope, q_pe, q, None, q, None, None, ql_nope, q_pe.contiguous(), output)
 
     def reference(self, batch, rows=None):
         """float64 [rows, local heads * V]: dense attention of this rank's heads over the selected records."""

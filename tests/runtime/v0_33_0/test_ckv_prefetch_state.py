@@ -225,7 +225,6 @@ class Lane:
         else:
             device.work(main, self.history(layer, step) | chunk, {buffer: ("share", *content)})
             device.work(main, {buffer: ("share", *content)}, {buffer: content})
-        self.machine.complete(lease)
         following = self.machine.next_layer()
         if lookahead and following is not None:
             ticket = self.machine.prepare(following)
@@ -234,6 +233,7 @@ class Lane:
             device.work(side, self.history(following.index, step), {target: ("share", *ahead)})
             device.work(side, {target: ("share", *ahead)}, {target: ahead})
             self.machine.finish(ticket)
+        self.machine.complete(lease)
         device.work(main, {buffer: content})
         self.machine.release(lease)
 

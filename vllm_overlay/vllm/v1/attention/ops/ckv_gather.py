@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from vllm import _custom_ops as ops
 from vllm.distributed.copy_engines import empty_for_gathers
-from vllm.distributed.parallel_state import get_ckv_prefetch_group
+from vllm.distributed.parallel_state import get_ckv_prefetch_group, get_dcp_group
 from vllm.logger import init_logger
 from vllm.v1.attention.ops.ckv_plan import CKV_PAGE_ROWS, CKVGatherConfig, CKVGatherPlan
 from vllm.v1.attention.ops.ckv_prefetch_torch import CKVPrefetcher
@@ -136,7 +136,7 @@ def gather_ckv(
     wait: bool = True,
 ) -> torch.Tensor:
     """Gather the batch's raw records of all ranks. Collective over `group`, and with
-    a prefetch and `wait` as `await_ckv`.
+    a prefetch over its group.
 
     Args:
         kv_cache: [blocks, block_size, record] of one-byte elements, this layer's.
@@ -160,22 +160,23 @@ def gather_ckv(
             f"workspace of {workspace.gathered.shape[-1]}."
         )
     if workspace.prefetch is not None:
-        gathered = workspace.prefetch.gather(
-            cache, plan, workspace, group, _gather_ckv_now, all_gather_bytes
-        )
+        if not workspace.prefetch.begun:
+            workspace.prefetch.begin(
+                cache, plan, workspace, group, _gather_ckv_now, all_gather_bytes
+            )
         if wait:
             await_ckv(workspace)
-        return gathered
+        return workspace.gathered[: plan.gathered_rows]
     return _gather_ckv_now(cache, plan, workspace, group)
 
 
 def await_ckv(workspace: CKVGatherWorkspace) -> None:
     """What the current stream does next may read what `gather_ckv` returned.
 
-    Collective over the prefetch group, with one. Once for each gather.
+    Once for each gather.
     """
     if workspace.prefetch is not None:
-        workspace.prefetch.complete(all_gather_bytes)
+        workspace.prefetch.complete()
 
 
 def _gather_ckv_now(
@@ -201,6 +202,26 @@ def _gather_ckv_now(
 
 
 # -------------------------------------------------------------------------- layer
+
+
+def start_ckv_gather(layer: Any, kv_cache: torch.Tensor, attn_metadata: Any) -> None:
+    """With a prefetch, begin the gather of `layer`, which `ckv_gather_attend` will read.
+
+    For a layer that has written the batch's tokens to its cache and still has other
+    work before it attends, like selecting tokens. Collective as `gather_ckv`. Does
+    nothing for a batch that does not gather.
+
+    Args:
+        layer: an MLAAttention.
+        kv_cache: this layer's paged cache.
+        attn_metadata: the layer's, None in a dummy run.
+
+    """
+    plan = getattr(attn_metadata, "ckv_gather", None)
+    if plan is None or layer.impl.ckv_workspace.prefetch is None:
+        return
+    layer.impl.ckv_workspace.prefetch.enter(layer)
+    gather_ckv(kv_cache, plan, layer.impl.ckv_workspace, get_dcp_group(), wait=False)
 
 
 def ckv_gather_attend(

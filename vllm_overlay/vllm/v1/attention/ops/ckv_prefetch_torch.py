@@ -367,7 +367,6 @@ class CKVPrefetcher:
         self._layers: dict[LayerKey, weakref.ref[Any]] = {}
         self._layer: Any = None
         self._lease: Lease | None = None
-        self._plan: Any = None
         # A buffer as one request's pages.
         self._pages = torch.arange(
             buffers[0].shape[0] // page_rows, dtype=torch.int32, device=device
@@ -385,24 +384,40 @@ class CKVPrefetcher:
     def _paged(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer.view(-1, self.page_rows, buffer.shape[-1])
 
-    @contextmanager
-    def attending(self, layer: Any) -> Iterator[None]:
-        """The work of `layer` inside reads what `gather` returned there.
+    def enter(self, layer: Any) -> None:
+        """`begin` and `complete` are about `layer` until the end of its `attending`.
 
         Args:
             layer: an attention layer with `layer_name` and `kv_cache`.
 
         """
+        self._leave()  # of a layer that failed before it attended
         self._layer = layer
+
+    def _leave(self) -> None:
+        self._layer = None
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self.state.release(lease)
+
+    @contextmanager
+    def attending(self, layer: Any) -> Iterator[None]:
+        """The work of `layer` inside reads what is gathered for it. Enters it, unless
+        it was entered before.
+        """
+        if self._layer is not layer:
+            self.enter(layer)
         try:
             yield
         finally:
-            self._layer = self._plan = None
-            lease, self._lease = self._lease, None
-            if lease is not None:
-                self.state.release(lease)
+            self._leave()
 
-    def gather(
+    @property
+    def begun(self) -> bool:
+        """The layer that was entered has its buffer."""
+        return self._lease is not None
+
+    def begin(
         self,
         kv_cache: torch.Tensor,
         plan: Any,
@@ -410,21 +425,25 @@ class CKVPrefetcher:
         group: "GroupCoordinator",
         gather_now: Callable[..., torch.Tensor],
         all_gather: Callable[..., None],
-    ) -> torch.Tensor:
-        """Do what `ckv_gather.gather_ckv` says. `complete` must follow.
+    ) -> None:
+        """Enqueue this layer's gather, or what the prefetch left of it, and then that
+        of the next layer's history. `complete` must follow.
 
-        The history comes from the prefetch, if it is there. Collective over `group`.
+        Collective over the prefetch group, and over `group` for a layer that was not
+        looked ahead at.
 
         Args:
-            kv_cache: [blocks, block_size, record] of one-byte elements, this layer's.
+            kv_cache: [blocks, block_size, record] of one-byte elements, this layer's,
+                the batch's tokens written.
             plan: the batch's `CKVGatherPlan`. One without a plan in `prefetch`, as of a
                 one-layer draft in its target's lane, is a step without lookahead.
             workspace: `CKVGatherWorkspace`, whose `gathered` becomes the buffer used.
+            group: the DCP group.
             gather_now: the synchronous gather.
             all_gather: gathers bytes, in the current stream's order.
 
         Raises:
-            RuntimeError: outside `attending`, or twice in it.
+            RuntimeError: no layer was entered, or it has begun.
 
         """
         if self._layer is None:
@@ -437,35 +456,27 @@ class CKVPrefetcher:
             self._layers[key] = weakref.ref(self._layer)
         workspace.gathered = self.buffers[lease.buffer]
         if lease.prefetched:
-            self._append_chunk(kv_cache, plan, lease, group, all_gather)
+            self._append_chunk(kv_cache, plan, lease, all_gather)
         else:
             gather_now(kv_cache, plan, workspace, group)
-        self._plan = plan
-        return workspace.gathered[: plan.gathered_rows]
+        self._look_ahead(plan, all_gather)
 
-    def complete(self, all_gather: Callable[..., None]) -> None:
+    def complete(self) -> None:
         """What is enqueued on the main stream from now on may read the gathered buffer.
 
-        Then the history of the next layer starts to travel. Once for each `gather`.
-
-        Args:
-            all_gather: as for `gather`.
-
         Raises:
-            RuntimeError: before `gather`.
+            RuntimeError: before `begin`.
 
         """
         if self._lease is None:
             raise RuntimeError("CKV prefetch: completion without a gather.")
         self.state.complete(self._lease)
-        self._look_ahead(self._plan, all_gather)
 
     def _append_chunk(
         self,
         kv_cache: torch.Tensor,
         plan: Any,
         lease: Lease,
-        group: "GroupCoordinator",
         all_gather: Callable[..., None],
     ) -> None:
         """Fill the holes of a prefetched buffer with the current chunk's records."""
@@ -479,7 +490,7 @@ class CKVPrefetcher:
             copy_ckv_segments(
                 kv_cache.view(torch.uint8), plan.block_table, tables.pack, mine
             )
-            all_gather(received.view(-1), mine.view(-1), group)
+            all_gather(received.view(-1), mine.view(-1), self.group)
             copy_ckv_segments(
                 self._paged(scratch),
                 self._pages,
@@ -514,7 +525,7 @@ class CKVPrefetcher:
         """Wait for all gathers and forget the layers. For changed cache bindings."""
         self.state.reset()
         self._layers.clear()
-        self._lease = self._plan = None
+        self._layer = self._lease = None
 
     def close(self) -> None:
         """`reset`, and refuse further use."""
