@@ -224,15 +224,13 @@ class Solo(Model):
         from vllm.v1.attention.ops import ckv_gather
         from vllm.v1.attention.ops.ckv_prefetch import NUM_BUFFERS, BufferState
 
-        state = None if self.workspace.prefetch is None else self.workspace.prefetch.state
-
         def all_gather(gathered, local, group):
-            if group is self.dcp:
-                layer, kind = self.running, "whole"
-            elif BufferState.FILLING in map(state.state_of, range(NUM_BUFFERS)):
-                layer, kind = state.next_layer().index, "ahead"
+            prefetch = self.workspace.prefetch
+            assert group is (self.dcp if prefetch is None else self.side)
+            if prefetch is not None and BufferState.FILLING in map(prefetch.state.state_of, range(NUM_BUFFERS)):
+                layer, kind = prefetch.state.next_layer().index, "ahead"
             else:
-                layer, kind = self.running, "chunk"
+                layer, kind = self.running, "chunk" if prefetch is not None and prefetch._lease.prefetched else "whole"
             self.sleep()
             shares = gathered.view(self.world, -1)
             shares[0].copy_(local)
@@ -357,14 +355,13 @@ def lookaheads(scenario, layers):
 
 
 def check(results, scenario, interleaves, layers):
-    """Of every rank's `compare`: right bytes; a gather on the main communicator for each layer that was not looked ahead at, two on
-    the prefetch group's for each that was, of its history and of its chunk."""
+    """Of every rank's `compare`: right bytes; with the prefetch all gathers on its communicator, one for each layer, of everything or
+    of the chunk, and one for each history that was looked ahead at."""
     for wrong, gathers in results:
         for interleave in interleaves:
             assert wrong[interleave, False] == wrong[interleave, True] == []
             assert gathers[interleave, False] == [len(scenario) * layers, 0]
-            ahead = lookaheads(scenario, layers)
-            assert gathers[interleave, True] == [len(scenario) * layers - ahead, 2 * ahead]
+            assert gathers[interleave, True] == [0, len(scenario) * layers + lookaheads(scenario, layers)]
 
 
 def attention_outputs(Rank, Batch, rank, world, device, prefetch, layer_kind, *, layers=3, heads=16, topk=128, **config):

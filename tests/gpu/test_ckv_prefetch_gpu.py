@@ -107,7 +107,6 @@ def _without_waits(missing, sleep):
         return True
 
 
-# A missing wait in `prepare` hides behind the one in `consume` here; test_ckv_prefetch_state.py sees it.
 @pytest.mark.parametrize("missing, sleep", [("consume", "main"), ("complete", "side")])
 def test_a_missing_wait_is_seen(missing, sleep):
     """In a process of its own, whose CUDA context may not survive."""

@@ -364,7 +364,7 @@ def test_a_plan_without_prefetch_in_a_prefetching_lane(manager):
         step = NS(prefetch=None, gathered_rows=0)
         for layer in layers:
             with prefetch.attending(layer):
-                prefetch.begin(torch.zeros(0), step, NS(), None, lambda *args: calls.append("now"), None)
+                prefetch.begin(torch.zeros(0), step, NS(), lambda *args: calls.append("now"), None)
                 prefetch.complete()
     assert calls == ["now"] * 6
 
@@ -408,7 +408,7 @@ def test_a_layer_is_not_kept_alive(manager):
     alive = weakref.ref(layer)
     step = NS(prefetch=NS(step=0, tables=None), gathered_rows=0)
     with prefetch.attending(layer):
-        prefetch.begin(layer.kv_cache, step, NS(), None, lambda *args: None, None)
+        prefetch.begin(layer.kv_cache, step, NS(), lambda *args: None, None)
     del layer
     assert alive() is None
     prefetch.close()

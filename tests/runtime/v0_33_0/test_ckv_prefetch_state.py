@@ -37,6 +37,7 @@ class Device:
 
     def __init__(self):
         self.queues = {}
+        self.lanes = []
         self.waits = 0
 
     def queue(self, name):
@@ -177,14 +178,27 @@ class FakeStreams:
 # ------------------------------------------------------------------------------------------------ one lane
 
 
+class Plan:
+    """Tables of a step on the device. When the host forgets them, main may use their memory for something else."""
+
+    def __init__(self, lane, step):
+        self.lane, self.cell = lane, lane.cell("plan", step)
+        lane.device.work(lane.streams.main(), writes={self.cell: "tables"})
+
+    def __del__(self):
+        self.lane.device.work(self.lane.streams.main(), writes={self.cell: FREED})
+
+
 class Lane:
     """Does with the machine what the torch binding does, on model memory.
 
-    Cells: two buffers, and for each layer the cache rows that each step writes.
+    Cells: two buffers, for each layer the cache rows that each step writes, and the plan of each step.
     """
 
     def __init__(self, device, lane="a", machine=CKVPrefetchState):
         self.device, self.lane = device, lane
+        device.lanes.append(self)  # plans live until the device is done
+        self.plan = self.step = None
         self.streams = FakeStreams(device, lane)
         self.machine = machine(self.streams)
         self.written = {}
@@ -202,37 +216,40 @@ class Lane:
         return {self.rows(layer, s): "written" for s in self.written.get(layer, []) if s < step}
 
     def begin(self, step):
-        self.machine.begin_step(step)
+        if step != self.step:
+            self.plan, self.step = Plan(self, step), step
 
     def layer(self, layer, step, lookahead=True, key=None):
         key = key or LayerKey("layers.*", layer)
         device, main, side = self.device, self.streams.main(), self.streams.side()
         content = ("ckv", layer, step)
+        self.begin(step)
+        tables = {self.plan.cell: "tables"}
         # The layer writes its chunk to the cache first.
         device.work(main, writes={self.rows(layer, step): "written"})
         self.written.setdefault(layer, []).append(step)
         chunk = {self.rows(layer, step): "written"}
 
-        self.begin(step)
+        self.machine.begin_step(step)
         lease = self.machine.consume(key)
         buffer, scratch = self.cell("buffer", lease.buffer), self.cell("buffer", lease.scratch)
         self.prefetched.append(lease.prefetched)
         if lease.prefetched:
-            device.work(side, chunk, {scratch: ("share", *content)})
+            device.work(side, tables | chunk, {scratch: ("share", *content)})
             device.work(side, {scratch: ("share", *content)}, {scratch: ("chunk", *content)})
-            device.work(side, {scratch: ("chunk", *content), buffer: ("history", *content)}, {buffer: content})
-            self.machine.appended(lease)
+            device.work(side, tables | {scratch: ("chunk", *content), buffer: ("history", *content)}, {buffer: content})
         else:
-            device.work(main, self.history(layer, step) | chunk, {buffer: ("share", *content)})
-            device.work(main, {buffer: ("share", *content)}, {buffer: content})
+            device.work(side, tables | self.history(layer, step) | chunk, {buffer: ("share", *content)})
+            device.work(side, {buffer: ("share", *content)}, {buffer: content})
+        self.machine.filled(lease, keep=self.plan)
         following = self.machine.next_layer()
         if lookahead and following is not None:
             ticket = self.machine.prepare(following)
             ahead = ("history", "ckv", following.index, step)
             target = self.cell("buffer", ticket.buffer)
-            device.work(side, self.history(following.index, step), {target: ("share", *ahead)})
+            device.work(side, tables | self.history(following.index, step), {target: ("share", *ahead)})
             device.work(side, {target: ("share", *ahead)}, {target: ahead})
-            self.machine.finish(ticket)
+            self.machine.finish(ticket, keep=self.plan)
         self.machine.complete(lease)
         device.work(main, {buffer: content})
         self.machine.release(lease)
@@ -367,17 +384,6 @@ def test_the_reader_of_another_stream_is_awaited():
 # ------------------------------------------------------------------------------------------------ broken machines are seen
 
 
-class NoMainWait(CKVPrefetchState):
-    """The side stream starts at once."""
-
-    def prepare(self, layer):
-        wait, self._streams.wait = self._streams.wait, lambda stream, event: None
-        try:
-            return super().prepare(layer)
-        finally:
-            self._streams.wait = wait
-
-
 class NoWrittenWait(CKVPrefetchState):
     """A layer reads its buffer without waiting for the gather."""
 
@@ -385,8 +391,8 @@ class NoWrittenWait(CKVPrefetchState):
         self._buffers[lease.buffer].written = None
 
 
-class NoChunkWait(CKVPrefetchState):
-    """The chunk is packed without waiting for the layer that writes it."""
+class NoMainWait(CKVPrefetchState):
+    """The side stream starts at once: it may read the chunk before the layer writes it, and write where another still reads."""
 
     def consume(self, layer):
         wait, self._streams.wait = self._streams.wait, lambda stream, event: stream == "main" and wait(stream, event)
@@ -396,15 +402,15 @@ class NoChunkWait(CKVPrefetchState):
             self._streams.wait = wait
 
 
-class NoAppended(CKVPrefetchState):
+class NoFilled(CKVPrefetchState):
     """A layer waits for its history, but not for its chunk."""
 
-    def appended(self, lease):
+    def filled(self, lease, keep=None):
         pass
 
 
 class NoDropWait(CKVPrefetchState):
-    """A gather in flight is forgotten: the synchronous fallback may write to the same buffer."""
+    """A gather in flight is forgotten: what it reads may be freed before it ends."""
 
     def _drop(self):
         index = self._find(BufferState.READY)
@@ -413,8 +419,10 @@ class NoDropWait(CKVPrefetchState):
 
 
 class NoReaderWait(CKVPrefetchState):
-    def _await_reader(self, stream, buffer):
-        buffer.read = None
+    def consume(self, layer):
+        for buffer in self._buffers:
+            buffer.read = None
+        return super().consume(layer)
 
 
 class LeakingStep(CKVPrefetchState):
@@ -454,7 +462,7 @@ SCENES = {
 
 @pytest.mark.parametrize(
     "machine, scene",
-    [(NoMainWait, "steps"), (NoWrittenWait, "steps"), (NoChunkWait, "steps"), (NoAppended, "steps"), (NoDropWait, "steps"), (LeakingStep, "steps"), (SameBuffer, "steps"), (NoReaderWait, "moved"), (NoDrain, "rebind")],
+    [(NoMainWait, "steps"), (NoWrittenWait, "steps"), (NoFilled, "steps"), (NoDropWait, "steps"), (LeakingStep, "steps"), (SameBuffer, "steps"), (NoReaderWait, "moved"), (NoDrain, "rebind")],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_a_broken_machine_is_seen(machine, scene):
@@ -465,23 +473,17 @@ def test_a_broken_machine_is_seen(machine, scene):
 # ------------------------------------------------------------------------------------------------ waits, counted
 
 
-def test_waits_of_a_step():
-    """No wait that is not needed: two of the side for main per prefetched layer (history, chunk) and one of main for it."""
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_waits_of_a_step(lookahead):
+    """No wait that is not needed: in each layer one of the side for main and one of main for the side."""
     device, lane = run([WARM])
-    assert [stream for stream, _ in lane.streams.waits] == ["main"] * 2  # readers of the one buffer in use
     del lane.streams.waits[:]
     for layer in ALL:
-        lane.layer(layer, 1)
+        lane.layer(layer, 1, lookahead)
     streams = [stream for stream, _ in lane.streams.waits]
-    assert streams.count("side-a") == 2 * 2 + 2  # and the readers of the buffer to fill
-    assert streams.count("main") == 2 + 1  # and the reader of the step before
+    assert streams.count("side-a") == 3 + 3  # and for the last reader of a buffer
+    assert streams.count("main") == 3
     assert lane.streams.synchronized == 0
-
-
-def test_without_lookahead_the_side_stream_is_untouched():
-    device, lane = run([(ALL, False)] * 2)
-    assert "side-a" not in device.queues
-    assert all(stream == "main" for stream, _ in lane.streams.waits)
 
 
 def test_only_reset_blocks_the_host():
@@ -574,13 +576,13 @@ def machine():
     return CKVPrefetchState(FakeStreams(Device(), "a"))
 
 
-A, B = LayerKey("layers.*", 0), LayerKey("layers.*", 1)
+A, B, C = (LayerKey("layers.*", i) for i in range(3))
 
 
 def test_no_layer_before_a_step():
     with pytest.raises(RuntimeError, match="before any step"):
         machine().consume(A)
-    with pytest.raises(RuntimeError, match="before any step"):
+    with pytest.raises(RuntimeError, match="outside of any layer"):
         machine().prepare(A)
 
 
@@ -593,10 +595,8 @@ def test_one_layer_at_a_time():
     with pytest.raises(RuntimeError, match="step begins inside a layer"):
         m.begin_step(2)
     m.begin_step(1)
-    with pytest.raises(RuntimeError, match="without history"):
-        m.appended(lease)
     m.release(lease)
-    for call in (m.release, m.complete, m.appended):
+    for call in (m.release, m.complete, m.filled):
         with pytest.raises(RuntimeError, match="not held"):
             call(lease)
 
@@ -605,48 +605,68 @@ def test_release_completes():
     """A layer that fails before it reads: its buffer is free only behind the gather."""
     m = machine()
     m.begin_step(1)
-    m.finish(m.prepare(A))
-    m.release(m.consume(A))
+    lease = m.consume(A)
+    m.filled(lease)
+    m.release(lease)
     assert [stream for stream, _ in m._streams.waits].count("main") == 1
 
 
 def test_one_gather_at_a_time():
     m = machine()
     m.begin_step(1)
-    ticket = m.prepare(A)
-    for call in (lambda: m.prepare(B), lambda: m.consume(A), lambda: m.begin_step(2)):
-        with pytest.raises(RuntimeError, match="two gathers at once|before finish"):
+    lease = m.consume(A)
+    ticket = m.prepare(B)
+    for call in (lambda: m.prepare(C), lambda: m.begin_step(2)):
+        with pytest.raises(RuntimeError, match="two gathers at once|inside a layer"):
             call()
     m.finish(ticket)
-    with pytest.raises(RuntimeError, match="not held"):
-        m.complete(ckv_prefetch.Lease(0, 1, True))
     with pytest.raises(RuntimeError, match="overwrite an unread one"):
-        m.prepare(B)
+        m.prepare(C)
     with pytest.raises(RuntimeError, match="is not prepared"):
         m.finish(ticket)
-    assert m.consume(A).prefetched
+    m.release(lease)
+    with pytest.raises(RuntimeError, match="not held"):
+        m.complete(ckv_prefetch.Lease(ticket.buffer, lease.buffer, True))
+    assert m.consume(B).prefetched
+
+
+def test_no_layer_between_prepare_and_finish():
+    m = machine()
+    m.begin_step(1)
+    lease = m.consume(A)
+    m.prepare(B)
+    m.release(lease)
+    for call in (lambda: m.consume(B), lambda: m.begin_step(2)):
+        with pytest.raises(RuntimeError, match="before finish"):
+            call()
 
 
 def test_what_the_gather_reads_is_kept_until_it_was_awaited():
     import weakref
 
-    class Plan:
+    class Tables:
         pass
 
-    for end in ("consume", "another layer", "step", "reset"):
+    for end in ("consume", "filled", "another layer", "step", "reset"):
         m = machine()
         m.begin_step(1)
-        plan = Plan()
-        alive = weakref.ref(plan)
-        m.finish(m.prepare(A), keep=plan)
-        del plan
+        tables = Tables()
+        alive = weakref.ref(tables)
+        lease = m.consume(A)
+        if end == "filled":
+            m.filled(lease, keep=tables)
+        else:
+            m.finish(m.prepare(B), keep=tables)
+        del tables
         assert alive() is not None
+        m.release(lease)
+        assert (alive() is None) == (end == "filled")
         if end == "consume":
-            lease = m.consume(A)
+            lease = m.consume(B)
             assert alive() is not None
             m.complete(lease)
         elif end == "another layer":
-            m.consume(B)
+            m.consume(C)
         elif end == "step":
             m.begin_step(2)
         else:
@@ -659,9 +679,11 @@ def test_reset_in_the_middle_then_as_new():
     for until in ("hold", "fill"):
         m = machine()
         m.begin_step(1)
-        m.consume(A) if until == "hold" else m.prepare(A)
+        m.consume(A)
+        if until == "fill":
+            m.prepare(B)
         m.reset()
-        assert m._streams.synchronized == 1
+        assert m._streams.synchronized == (1 if until == "hold" else 2)
         m.begin_step(1)
         assert not m.consume(A).prefetched
 
@@ -669,10 +691,12 @@ def test_reset_in_the_middle_then_as_new():
 def test_close_drains_and_refuses():
     m = machine()
     m.begin_step(1)
-    m.finish(m.prepare(A))
+    lease = m.consume(A)
+    m.finish(m.prepare(B))
+    m.release(lease)
     m.close()
     m.close()
-    assert m._streams.synchronized == 1
+    assert m._streams.synchronized == 2
     for call in (lambda: m.begin_step(2), lambda: m.consume(A), lambda: m.prepare(A), lambda: m.finish(None), lambda: m.release(None)):
         with pytest.raises(RuntimeError, match="closed"):
             call()

@@ -162,7 +162,7 @@ def gather_ckv(
     if workspace.prefetch is not None:
         if not workspace.prefetch.begun:
             workspace.prefetch.begin(
-                cache, plan, workspace, group, _gather_ckv_now, all_gather_bytes
+                cache, plan, workspace, _gather_ckv_now, all_gather_bytes
             )
         if wait:
             await_ckv(workspace)

@@ -5,7 +5,8 @@
 While layer L computes on the main stream, the *history* of layer L + 1 (rows written
 in earlier steps, never rows being written) is gathered on a side stream into the
 buffer that L does not read. When L + 1 runs, only the current chunk is missing: the
-side stream appends it while the main stream prepares the queries.
+side stream appends it while the main stream selects tokens and prepares queries. A
+layer that was not looked ahead at gathers everything there.
 
 One `CKVPrefetchState` orders one lane: two buffers and one side stream.
 Lanes share nothing. A lane is what vLLM's workspace manager keeps apart, so each ubatch
@@ -20,19 +21,23 @@ States of a buffer:
     READY    its gather is enqueued; `written` tells when it is done. At most one.
     HELD     between `consume` and `release`: a layer reads it on the main stream.
 
-    prepare   FREE -> FILLING      side waits for main as of now, and for `read`
+    consume   READY -> HELD        if it is this layer's: the caller appends the chunk
+              FREE -> HELD         otherwise: the caller gathers history and chunk.
+                                   Either way on the side stream, which waits for main
+                                   as of now and for `read` of both buffers
+    filled    HELD                 `written` is recorded behind that
+    prepare   FREE -> FILLING      of the other buffer, while one is HELD
     finish    FILLING -> READY     `written` is recorded on the side stream
-    consume   READY -> HELD        if it is this layer's: side waits for main as of now,
-                                   and the caller appends the chunk there
-              FREE -> HELD         otherwise: the caller gathers on the main stream
-    appended  HELD                 `written` is recorded anew, behind the chunk
     complete  HELD                 main waits for `written`
     release   HELD -> FREE         `read` is recorded on the main stream
     drop      READY -> FREE        main waits for `written`: wrong layer or new step
     reset     any -> FREE          the host waits for both streams
 
-From `consume` to the next `prepare` no gather is in flight. The chunk then travels
-through the other buffer, on the side stream, before the next layer's history does.
+Only the side stream writes to buffers, in the order of these calls, and the main stream
+reads one only while it is HELD and complete. So `prepare` waits for nothing: `consume`
+of the layer before it, in the same step, has put the side stream behind the last reader
+of the buffer and behind the cache writes of earlier steps. Until `prepare`, the chunk
+travels through the buffer that is not HELD.
 
 A layer is looked ahead at only after it was seen to follow: in some step, it was
 consumed right after the layer with the same name and the index before it. So the first
@@ -134,8 +139,8 @@ class Ticket:
 class Lease:
     """Right to use a buffer, from `consume` to `release`.
 
-    prefetched: it has the layer's history, and the chunk is to be appended on the side
-        stream. Otherwise its content is undefined: gather on the main stream.
+    prefetched: it has the layer's history, and the chunk is to be appended. Otherwise
+        its content is undefined: everything is to be gathered.
     scratch: the other buffer, free for the chunk until the next `prepare`.
     """
 
@@ -179,12 +184,6 @@ class CKVPrefetchState:
             self._streams.wait(self._streams.main(), buffer.written)
             self._buffers[index] = _Buffer(read=buffer.read)
 
-    def _await_reader(self, stream: Any, buffer: _Buffer) -> None:
-        if buffer.read is not None:
-            self._streams.wait(stream, buffer.read)
-            # Whoever uses the buffer next waits for this stream.
-            buffer.read = None
-
     def begin_step(self, step: int) -> None:
         """Start `step`. Nothing of an earlier step is consumed after this.
 
@@ -209,7 +208,7 @@ class CKVPrefetchState:
         self._last = None
 
     def consume(self, layer: LayerKey | None) -> Lease:
-        """Take the buffer that `layer` is to read.
+        """Take the buffer that `layer` is to read, for the side stream to fill.
 
         The layer has written its chunk to the cache by now, on the main stream.
 
@@ -230,21 +229,20 @@ class CKVPrefetchState:
             self._follows.add(layer)
         self._last = layer
 
-        index = self._find(BufferState.READY)
-        if index is not None and self._buffers[index].layer == layer:
-            stream = self._streams.side()
-            self._streams.wait(stream, self._streams.record(self._streams.main()))
-            self._buffers[index].state = BufferState.HELD
-            lease = Lease(index, 1 - index, prefetched=True)
-        else:
-            self._drop()
-            stream = self._streams.main()
-            self._buffers[0].state, self._buffers[0].layer = BufferState.HELD, layer
-            lease = Lease(0, 1, prefetched=False)
+        side = self._streams.side()
+        self._streams.wait(side, self._streams.record(self._streams.main()))
         for buffer in self._buffers:
             # Needed where the model moved to another stream since; else it is free.
-            self._await_reader(stream, buffer)
-        return lease
+            if buffer.read is not None:
+                self._streams.wait(side, buffer.read)
+                buffer.read = None
+        index = self._find(BufferState.READY)
+        if index is not None and self._buffers[index].layer == layer:
+            self._buffers[index].state = BufferState.HELD
+            return Lease(index, 1 - index, prefetched=True)
+        self._drop()
+        self._buffers[0].state, self._buffers[0].layer = BufferState.HELD, layer
+        return Lease(0, 1, prefetched=False)
 
     def _held(self, lease: Lease, what: str) -> _Buffer:
         self._require()
@@ -253,17 +251,19 @@ class CKVPrefetchState:
             raise RuntimeError(f"CKV prefetch: {what} of a buffer that is not held.")
         return buffer
 
-    def appended(self, lease: Lease) -> None:
-        """The chunk of a prefetched lease is enqueued on the side stream.
+    def filled(self, lease: Lease, keep: Any = None) -> None:
+        """The chunk, or everything, is enqueued on the side stream.
+
+        Args:
+            keep: as for `finish`.
 
         Raises:
-            RuntimeError: closed, or `lease` is not held or not prefetched.
+            RuntimeError: closed, or `lease` is not held.
 
         """
-        buffer = self._held(lease, "append")
-        if buffer.written is None:
-            raise RuntimeError("CKV prefetch: append to a buffer without history.")
+        buffer = self._held(lease, "filling")
         buffer.written = self._streams.record(self._streams.side())
+        buffer.keep = keep
 
     def complete(self, lease: Lease) -> None:
         """What the main stream does from now on may read the buffer.
@@ -284,26 +284,20 @@ class CKVPrefetchState:
         return self._last.successor
 
     def prepare(self, layer: LayerKey) -> Ticket:
-        """Allow the side stream to fill a buffer with the history of `layer`.
-
-        Work that is now enqueued on the side stream runs after everything that is on
-        the main stream: the writes of earlier steps and the last reader of the buffer.
+        """Allow the side stream to fill the other buffer with the history of `layer`.
 
         Raises:
-            RuntimeError: closed, no step begun, a gather is in flight or enqueued.
+            RuntimeError: closed, outside a layer, a gather is in flight or enqueued.
 
         """
         self._require(
             two_gathers_at_once=BufferState.FILLING,
             a_gather_would_overwrite_an_unread_one=BufferState.READY,
         )
-        if self._step is None:
-            raise RuntimeError("CKV prefetch: a gather before any step.")
+        if self._find(BufferState.HELD) is None:
+            raise RuntimeError("CKV prefetch: a look ahead outside of any layer.")
         index = self._find(BufferState.FREE)
         assert index is not None
-        side = self._streams.side()
-        self._streams.wait(side, self._streams.record(self._streams.main()))
-        self._await_reader(side, self._buffers[index])
         self._buffers[index] = _Buffer(BufferState.FILLING, layer)
         return Ticket(layer, index)
 

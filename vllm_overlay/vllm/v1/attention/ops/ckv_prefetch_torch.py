@@ -422,15 +422,12 @@ class CKVPrefetcher:
         kv_cache: torch.Tensor,
         plan: Any,
         workspace: Any,
-        group: "GroupCoordinator",
         gather_now: Callable[..., torch.Tensor],
         all_gather: Callable[..., None],
     ) -> None:
         """Enqueue this layer's gather, or what the prefetch left of it, and then that
-        of the next layer's history. `complete` must follow.
-
-        Collective over the prefetch group, and over `group` for a layer that was not
-        looked ahead at.
+        of the next layer's history. `complete` must follow. Collective over the
+        prefetch group.
 
         Args:
             kv_cache: [blocks, block_size, record] of one-byte elements, this layer's,
@@ -438,9 +435,8 @@ class CKVPrefetcher:
             plan: the batch's `CKVGatherPlan`. One without a plan in `prefetch`, as of a
                 one-layer draft in its target's lane, is a step without lookahead.
             workspace: `CKVGatherWorkspace`, whose `gathered` becomes the buffer used.
-            group: the DCP group.
-            gather_now: the synchronous gather.
-            all_gather: gathers bytes, in the current stream's order.
+            gather_now: the synchronous gather, in the current stream's order.
+            all_gather: gathers bytes, likewise.
 
         Raises:
             RuntimeError: no layer was entered, or it has begun.
@@ -455,11 +451,13 @@ class CKVPrefetcher:
         if key is not None:
             self._layers[key] = weakref.ref(self._layer)
         workspace.gathered = self.buffers[lease.buffer]
-        if lease.prefetched:
-            self._append_chunk(kv_cache, plan, lease, all_gather)
-        else:
-            gather_now(kv_cache, plan, workspace, group)
-        self._look_ahead(plan, all_gather)
+        with self.streams.use_side():
+            if lease.prefetched:
+                self._append_chunk(kv_cache, plan, lease, all_gather)
+            else:
+                gather_now(kv_cache, plan, workspace, self.group)
+            self.state.filled(lease, keep=plan)
+            self._look_ahead(plan, all_gather)
 
     def complete(self) -> None:
         """What is enqueued on the main stream from now on may read the gathered buffer.
@@ -486,18 +484,16 @@ class CKVPrefetcher:
         scratch = self.buffers[lease.scratch]
         received = scratch[: plan.dcp_world_size * tables.chunk_rows]
         mine = received[plan.dcp_rank * tables.chunk_rows :][: tables.chunk_rows]
-        with self.streams.use_side():
-            copy_ckv_segments(
-                kv_cache.view(torch.uint8), plan.block_table, tables.pack, mine
-            )
-            all_gather(received.view(-1), mine.view(-1), self.group)
-            copy_ckv_segments(
-                self._paged(scratch),
-                self._pages,
-                tables.scatter,
-                self.buffers[lease.buffer],
-            )
-        self.state.appended(lease)
+        copy_ckv_segments(
+            kv_cache.view(torch.uint8), plan.block_table, tables.pack, mine
+        )
+        all_gather(received.view(-1), mine.view(-1), self.group)
+        copy_ckv_segments(
+            self._paged(scratch),
+            self._pages,
+            tables.scatter,
+            self.buffers[lease.buffer],
+        )
 
     def _look_ahead(self, plan: Any, all_gather: Callable[..., None]) -> None:
         """Start the gather of the next layer's history."""
@@ -508,17 +504,16 @@ class CKVPrefetcher:
         layer = self._layers[key]()
         assert layer is not None, f"layer {key} is gone while its model runs"
         ticket = self.state.prepare(key)
-        with self.streams.use_side():
-            gathered = self.buffers[ticket.buffer][: plan.gathered_rows]
-            mine = plan.own_share(gathered)
-            copy_ckv_segments(
-                layer.kv_cache.view(torch.uint8),
-                plan.block_table,
-                tables.history,
-                mine,
-            )
-            mine[plan.local_rows :].zero_()
-            all_gather(gathered.view(-1), mine.view(-1), self.group)
+        gathered = self.buffers[ticket.buffer][: plan.gathered_rows]
+        mine = plan.own_share(gathered)
+        copy_ckv_segments(
+            layer.kv_cache.view(torch.uint8),
+            plan.block_table,
+            tables.history,
+            mine,
+        )
+        mine[plan.local_rows :].zero_()
+        all_gather(gathered.view(-1), mine.view(-1), self.group)
         self.state.finish(ticket, keep=plan)
 
     def reset(self) -> None:
