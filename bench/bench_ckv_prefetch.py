@@ -12,8 +12,8 @@ bytes, by one of these means:
     host    from pinned host memory, by a copy engine: about what a PCIe link gives
     peer    from a second GPU's memory, by a copy engine: what the prefetch uses where GPUs have direct access to each other.
             Left out with one GPU
-    sm      a kernel of few thread blocks copies on the device: takes SMs from the attention, as NCCL does where it cannot use
-            copy engines (vllm/distributed/copy_engines.py)
+    sm      a kernel of few thread blocks copies on the device: takes SMs from the layer, as NCCL does where it cannot use
+            copy engines (vllm/distributed/copy_engines.py). The gather then begins behind the indexer, not before
     none    nothing is copied: all that is left are the launches, so there is nothing to hide
 
 A layer is its KV write, the gather, the indexer and attention, in the order of vllm/models/deepseek_v32/attention.py: neither
@@ -121,6 +121,8 @@ class Step:
         workspace.reset_workspace_manager()
         workspace.init_workspace_manager(device)
         self.workspace = ckv_gather.reserve_ckv_gather_workspace(self.config)
+        if prefetch:
+            self.workspace.prefetch.early = link != "sm"
         for buffer in self.workspace.prefetch.buffers if prefetch else [self.workspace.gathered]:
             buffer.copy_(make_records(len(buffer), device))
         self.planner = ckv_plan.CKVGatherPlanner(self.config, device)

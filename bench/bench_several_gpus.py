@@ -28,8 +28,8 @@ In all but the last section the variants take turns in every repeat, in changing
 rank, ranks start together, and medians over repeats are shown. An engine reads the flags when it starts, so in the last one the
 variants run one after the other. Ids and records are random; all ranks select the same ids.
 
-Not in the layer: projections, RoPE, the KV write, experts; the generic layer has no indexer either. Not used: CUDA graphs, NVLink multicast and what
-upstream builds on it (direct symmetric-memory paths, custom all-reduce).
+Not in the layer: projections, RoPE, the KV write, experts; the generic layer has no indexer either. Not used: CUDA graphs, NVLink
+multicast and what upstream builds on it (direct symmetric-memory paths, custom all-reduce).
 
 Prints each table as soon as its world is measured and writes the JSON as often, so that a run that is cut short keeps what it
 has. Exit code 1: a part failed; 2: not enough GPUs.
@@ -71,12 +71,17 @@ def slowest(ranks: list[list[float]]) -> list[float]:
 
 
 def layer_row(ranks: list[dict[str, list[list[float]]]], layers: int, looks_ahead: bool) -> dict:
-    """Medians of a layer. `ranks`: of each rank, for each variant and repeat, ms up to the ends of the first, the last but one and the last layer."""
+    """Medians of a layer. `ranks`: of each rank, for each variant and repeat, ms up to the ends of the first, the last but one and the last layer.
+
+    The first and the last layer are only in the JSON.
+    """
     row: dict = {"hidden": None, "hidden_inner": None, "times": {}}
     for name in ranks[0]:
         whole = slowest([[end for *_, end in rank[name]] for rank in ranks])
         inner = slowest([[last - first for first, last, _ in rank[name]] for rank in ranks])
         row[f"{name}_ms"] = statistics.median(whole) / layers
+        row[f"{name}_first_ms"] = statistics.median(slowest([[first for first, *_ in rank[name]] for rank in ranks]))
+        row[f"{name}_last_ms"] = statistics.median(slowest([[end - last for _, last, end in rank[name]] for rank in ranks]))
         row[f"{name}_inner_ms"] = statistics.median(inner) / (layers - 2)
         row["times"][name] = [t / layers for t in whole]
     for suffix, key in (("_ms", "hidden"), ("_inner_ms", "hidden_inner")):
@@ -390,7 +395,7 @@ class World:
         a, b = (torch.randn((MATMUL_SIZE, MATMUL_SIZE), device=self.device).to(torch.bfloat16) for _ in range(2))
         product = torch.empty_like(a)
         shares = [ckv_layout([context], self.dcp, self.settings.interleave).padded_total * RECORD for context in self.settings.contexts]
-        memory, _pool = empty_for_gathers((self.dcp * max(shares),), self.device, prefetch)
+        memory, _pool, _ = empty_for_gathers((self.dcp * max(shares),), self.device, prefetch)
 
         def matmuls(share, group=None):
             def run(mark):

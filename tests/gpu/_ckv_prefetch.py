@@ -65,6 +65,8 @@ class Model:
         workspace.reset_workspace_manager()
         workspace.init_workspace_manager(self.device)
         self.workspace = ckv_gather.reserve_ckv_gather_workspace(self.config)
+        if prefetch:
+            self.workspace.prefetch.early = True  # on a CPU too
         for buffer in self.workspace.prefetch.buffers if prefetch else [self.workspace.gathered]:
             buffer.fill_(255)
         workspace.lock_workspace()
@@ -89,6 +91,9 @@ class Model:
         from vllm.distributed.parallel_state import get_dcp_group
 
         return get_dcp_group()
+
+    def exchange(self):
+        self.group().all_reduce(torch.ones(1, device=self.device))
 
     def sleep(self):
         if self.random is None:
@@ -146,7 +151,7 @@ class Model:
     def run(self, step, only=None):
         """Every layer writes its chunk, gathers and reads the gathered buffer; {layer: the copy it read}.
 
-        Every other layer starts its gather early, as one with an indexer does.
+        Every other layer starts its gather early. Each has a collective on the DCP group then, as an indexer does.
         """
         from vllm.v1.attention.ops import ckv_gather
 
@@ -157,7 +162,8 @@ class Model:
             layer.kv_cache.view(-1, RECORD)[slots] = data
             if layer.index % 2:
                 ckv_gather.start_ckv_gather(layer, layer.kv_cache, NS(ckv_gather=step.plan))
-                self.sleep()
+            self.sleep()
+            self.exchange()
             prefetch = self.workspace.prefetch
             with contextlib.nullcontext() if prefetch is None else prefetch.attending(layer):
                 gathered = ckv_gather.gather_ckv(layer.kv_cache, step.plan, self.workspace, self.group())
@@ -198,6 +204,9 @@ class Solo(Model):
 
     def group(self):
         return self.dcp
+
+    def exchange(self):
+        pass
 
     def start(self, number, batch, decodes=(), ended=()):
         step = super().start(number, batch, decodes, ended)
@@ -364,9 +373,9 @@ def check(results, scenario, interleaves, layers):
             assert gathers[interleave, True] == [0, len(scenario) * layers + lookaheads(scenario, layers)]
 
 
-def attention_outputs(Rank, Batch, rank, world, device, prefetch, layer_kind, *, layers=3, heads=16, topk=128, **config):
+def attention_outputs(Rank, Batch, rank, world, device, prefetch, layer_kind, early, *, layers=3, heads=16, topk=128, **config):
     """Outputs of every layer in three steps (chunks of two requests), prefetched gathers, errors against float64, and gathers that
-    had begun when an indexer selected tokens. It has a collective of its own on the DCP group.
+    had begun when an indexer selected tokens. It has a collective of its own on the DCP group. `early`: they may begin there.
 
     The rows of the current chunk hold other bytes until their layer runs, so a prefetch that reads them is seen.
     """
@@ -389,6 +398,7 @@ def attention_outputs(Rank, Batch, rank, world, device, prefetch, layer_kind, *,
 
     me.indexer_op = indexer_op
     if prefetch:
+        me.impl.ckv_workspace.prefetch.early = early
         consume = me.impl.ckv_workspace.prefetch.state.consume
 
         def counted(key):

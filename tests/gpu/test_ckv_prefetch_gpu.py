@@ -130,19 +130,19 @@ def test_reset_waits_for_the_side_stream():
 # ------------------------------------------------------------------------------------------------ attention
 
 
-def _attention(rank, world, layer_kind):
+def _attention(rank, world, layer_kind, early):
     outputs = {}
     for prefetch in (0, 1):
-        outputs[prefetch] = attention_outputs(Rank, Batch, rank, world, ranks.device(rank), prefetch, layer_kind, topk=512, max_tokens=256, max_model_len=4096)
+        outputs[prefetch] = attention_outputs(Rank, Batch, rank, world, ranks.device(rank), prefetch, layer_kind, early, topk=512, max_tokens=256, max_model_len=4096)
         torch.cuda.synchronize()
     same = [torch.equal(a, b) for a, b in zip(outputs[0][0], outputs[1][0], strict=True)]
     return same, outputs[0][1], outputs[1][1], max(outputs[1][2]), outputs[1][3]
 
 
-@pytest.mark.parametrize("layer_kind", ["generic", "fused"])
-def test_attention_is_bit_identical(layer_kind):
-    for same, without, prefetched, worst, begun in ranks.run_dcp_ranks(_attention, 2, layer_kind):
+@pytest.mark.parametrize("layer_kind, early", [("generic", True), ("fused", True), ("fused", False)])
+def test_attention_is_bit_identical(layer_kind, early):
+    for same, without, prefetched, worst, begun in ranks.run_dcp_ranks(_attention, 2, layer_kind, early):
         assert same == [True] * 9
         assert (without, prefetched) == (0, 4)
         assert worst < 1e-2
-        assert begun == (9 if layer_kind == "fused" else 0)
+        assert begun == (9 if layer_kind == "fused" and early else 0)

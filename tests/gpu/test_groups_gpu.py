@@ -58,14 +58,14 @@ def check_bytes(name, group, on):
     from vllm.v1.attention.ops.ckv_gather import all_gather_bytes
 
     rows = 32_768
-    memory, pool = empty_for_gathers(((1 + group.world_size) * rows, 656), on, group)
+    memory, _pool, copy_engines = empty_for_gathers(((1 + group.world_size) * rows, 656), on, group)
     for seed, count in enumerate((1, 65, 4096, rows), 300):
         every = [data(r, (count, 656), torch.uint8, seed) for r in group.ranks]
         local, gathered = memory[:count], memory[rows:][: group.world_size * count]
         local.copy_(every[group.rank_in_group])
         all_gather_bytes(gathered.view(-1), local.view(-1), group)
         same(gathered, every, f"{name} all_gather_bytes {count}")
-    assert (pool is not None) == (group.torch_distributed_backend == "nccl")
+    assert copy_engines == (group.torch_distributed_backend == "nccl")
     work = []
     for target, source in ((gathered, local), (gathered.clone(), local.clone())) if on.type == "cuda" else ():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

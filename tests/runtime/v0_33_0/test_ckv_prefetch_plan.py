@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from vllm import logger as vllm_logger
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.attention.ops import ckv_gather, ckv_prefetch_torch
+from vllm.v1.attention.ops import ckv_gather, ckv_prefetch, ckv_prefetch_torch
 from vllm.v1.attention.ops.ckv_copy import CKVSegments, copy_ckv_segments
 from vllm.v1.attention.ops.ckv_gather import reserve_ckv_gather_workspace
 from vllm.v1.attention.ops.ckv_plan import CKVGatherConfig, CKVGatherPlanner, ckv_layout
@@ -128,6 +128,20 @@ def test_copy(record, page):
         for i in range(count):
             at = position + i
             expected[row + i] = blocks[table[request, at // page], at % page]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("count", [511, 512, 513, 1200])
+def test_copy_of_long_runs(count):
+    """More rows than the programs of a run copy at once, beside a short run."""
+    rng = np.random.default_rng(count)
+    blocks = torch.from_numpy(rng.integers(0, 256, (40, 32, 16), dtype=np.uint8))
+    table = torch.from_numpy(rng.permutation(40).reshape(1, 40).astype(np.int32))
+    out = torch.zeros((1300, 16), dtype=torch.uint8)
+    copy_ckv_segments(blocks, table, CKVSegments(torch.tensor([(0, 7, 50, count), (0, 0, 1, 3)], dtype=torch.int32), count), out)
+    rows = blocks[table[0].long()].view(-1, 16)
+    expected = torch.zeros_like(out)
+    expected[50 : 50 + count], expected[1:4] = rows[7 : 7 + count], rows[:3]
     assert torch.equal(out, expected)
 
 
@@ -395,6 +409,37 @@ def test_gather_belongs_to_a_layer(manager):
         ckv_gather.gather_ckv(torch.zeros((1, 64, 656), dtype=torch.uint8), None, reserved, None)
     with pytest.raises(RuntimeError, match="without a gather"):
         ckv_gather.await_ckv(reserved)
+
+
+def test_a_layer_that_fails_before_it_attends(manager):
+    """Its gather began, its indexer raised: whoever is next begins anew, the same layer too."""
+    prefetch = reserve_ckv_gather_workspace(config(max_tokens=1000)).prefetch
+    first, second = (type("Layer", (), {"layer_name": f"model.layers.{i}.attn"})() for i in range(2))
+    calls = []
+
+    def begin(step):
+        plan = NS(prefetch=NS(step=step, tables=None), gathered_rows=0)
+        prefetch.begin(torch.zeros(0), plan, NS(), lambda *args: calls.append(step), None)
+
+    prefetch.enter(first)
+    begin(1)
+    assert prefetch.begun
+    prefetch.enter(first)
+    assert not prefetch.begun
+    begin(2)
+    with pytest.raises(RuntimeError, match="before release"):
+        begin(2)
+    with prefetch.attending(second):
+        assert not prefetch.begun
+        begin(3)
+        prefetch.complete()
+    assert calls == [1, 2, 3]
+    prefetch.enter(first)
+    begin(4)
+    with prefetch.attending(first):
+        assert prefetch.begun
+    assert not prefetch.begun
+    assert {prefetch.state.state_of(i) for i in (0, 1)} == {ckv_prefetch.BufferState.FREE}
 
 
 def test_a_layer_is_not_kept_alive(manager):

@@ -10,7 +10,7 @@ from vllm.distributed.copy_engines import empty_for_gathers, prefer_copy_engines
 
 pytestmark = pytest.mark.base("v0.33.0")
 
-CPU = torch.device("cpu")
+CPU = torch.device("cpu", 0)
 
 
 class Backend:
@@ -34,7 +34,7 @@ class DeviceGroup:
 @pytest.fixture
 def nccl(monkeypatch):
     """A PyTorch with NCCL 2.28, whose groups are recorded. `inside`: whether memory comes out of the pool that is in use."""
-    fake = NS(version=(2, 28, 9), log=[], nodes=[True, True], inside=True, others_inside=True)
+    fake = NS(version=(2, 28, 9), log=[], nodes=[True, True], inside=True, others=True, ordinals=[0, 1], access={(0, 1)})
 
     class Options:
         def __init__(self):
@@ -57,13 +57,21 @@ def nccl(monkeypatch):
         return DeviceGroup(f"new {ranks}")
 
     def all_reduce(x, group, op=None):
-        if group == "cpu":  # with a rank whose fact is `others_inside`
+        if group == "cpu":  # with a rank whose facts are `others`
             assert op == dist.ReduceOp.MIN
-            x.clamp_(max=int(fake.others_inside))
+            x.clamp_(max=int(fake.others))
         else:
             fake.log.append(("all_reduce", group.name))
 
+    def all_gather(parts, mine, group):
+        assert group == "cpu" and len(parts) == len(fake.ordinals)
+        for part, ordinal in zip(parts, fake.ordinals):
+            part.fill_(ordinal)
+
     dist = copy_engines.dist
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: (device.index, peer) in fake.access)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: fake.version)
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
@@ -78,7 +86,7 @@ def nccl(monkeypatch):
 
 
 def group(backend="nccl", rank=3):
-    return NS(torch_distributed_backend=backend, device_communicator=None, device_group=DeviceGroup("stock"), cpu_group="cpu", rank=rank, group_ranks=[[0, 1], [2, 3]],
+    return NS(torch_distributed_backend=backend, world_size=2, device_communicator=None, device_group=DeviceGroup("stock"), cpu_group="cpu", rank=rank, group_ranks=[[0, 1], [2, 3]],
               device=CPU, unique_name="ckv_prefetch:0")  # fmt: skip
 
 
@@ -114,8 +122,8 @@ def test_without_support_nothing_changes(nccl, backend, change, why):
     mine = group(backend)
     prefer_copy_engines(mine)
     assert mine.device_group.name == "stock" and nccl.log == []
-    memory, pool = empty_for_gathers((3, 5), CPU, mine)
-    assert (memory.shape, memory.dtype, pool) == ((3, 5), torch.uint8, None)
+    memory, pool, copy_engines = empty_for_gathers((3, 5), CPU, mine)
+    assert (memory.shape, memory.dtype, pool, copy_engines) == ((3, 5), torch.uint8, None, False)
     (line,) = nccl.log
     assert line.startswith("ckv_prefetch:0 does not gather by copy engines: ") and why in line
 
@@ -129,26 +137,47 @@ def test_a_device_communicator_is_refused(nccl):
 
 def test_memory_is_registered(nccl):
     mine = group()
-    memory, pool = empty_for_gathers((3, 5), CPU, mine)
+    memory, pool, copy_engines = empty_for_gathers((3, 5), CPU, mine)
     assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((3, 5), torch.uint8, True)
     assert pool.used and pool.allocator == "NCCL's"
-    assert mine.device_group.backend.registered == [(pool, True)]
-    assert nccl.log == ["ckv_prefetch:0 gathers by copy engines where its GPUs can access each other's memory."]
+    assert mine.device_group.backend.registered == [(pool, True)] and copy_engines
+    assert nccl.log == ["ckv_prefetch:0 gathers by copy engines."]
+
+
+@pytest.mark.parametrize("ordinals", [[0, 0], [0, 5]])
+def test_peers_that_this_process_does_not_see(nccl, ordinals):
+    """A launcher shows each rank only its own GPU: NCCL will find a way or not."""
+    nccl.ordinals, nccl.access = ordinals, set()
+    assert empty_for_gathers((3, 5), CPU, group()).copy_engines
+
+
+def refused(nccl, why):
+    mine = group()
+    assert not empty_for_gathers((3, 5), CPU, mine).copy_engines
+    assert mine.device_group.backend.registered == []
+    assert nccl.log == [f"ckv_prefetch:0 does not gather by copy engines: {why}."]
 
 
 def test_several_nodes(nccl):
     nccl.nodes = [True, False]
-    mine = group()
-    _, pool = empty_for_gathers((3, 5), CPU, mine)
-    assert pool is None and mine.device_group.backend.registered == []
-    assert nccl.log == ["ckv_prefetch:0 does not gather by copy engines: its ranks are on several nodes."]
+    refused(nccl, "its ranks are on several nodes")
 
 
-@pytest.mark.parametrize("mine_inside, others_inside", [(False, True), (True, False)])
-def test_memory_of_another_pool_on_any_rank_is_not_registered(nccl, mine_inside, others_inside):
+@pytest.mark.parametrize("mine, others", [(False, True), (True, False)])
+def test_no_direct_access_on_any_rank(nccl, mine, others):
+    """The same on all ranks: where a layer begins to gather depends on it."""
+    nccl.access, nccl.others = {(0, 1)} if mine else set(), others
+    refused(nccl, "its GPUs lack direct access to each other's memory")
+
+
+@pytest.mark.parametrize("mine, others", [(False, True), (True, False)])
+def test_memory_of_another_pool_on_any_rank_is_not_registered(nccl, monkeypatch, mine, others):
     """Or some ranks would wait for the others in a collective."""
-    nccl.inside, nccl.others_inside = mine_inside, others_inside
-    mine = group()
-    empty_for_gathers((3, 5), CPU, mine)
-    assert mine.device_group.backend.registered == []
-    assert nccl.log == ["ckv_prefetch:0 does not gather by copy engines: another memory pool is in use, as in sleep mode."]
+    nccl.inside = mine
+
+    def is_in(*args, is_in=copy_engines._is_in):
+        nccl.others = others  # from now on: they do reach their peers
+        return is_in(*args)
+
+    monkeypatch.setattr(copy_engines, "_is_in", is_in)
+    refused(nccl, "another memory pool is in use, as in sleep mode")

@@ -10,13 +10,13 @@ bench/bench_several_gpus.py).
 
 NCCL uses copy engines for an all-gather if three things come together: NCCL 2.28, a
 communicator with NCCL_CTA_POLICY_ZERO, and both buffers in memory of NCCL's allocator
-that is registered as a symmetric window. Where the GPUs of a group lack direct access
-to each other's memory, NCCL itself falls back to its kernels.
+that is registered as a symmetric window. And the GPUs of the group must have direct
+access to each other's memory.
 
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/bufferreg.html
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,10 +76,20 @@ def prefer_copy_engines(group: "GroupCoordinator") -> None:
     dist.all_reduce(torch.zeros(1, device=group.device), group=group.device_group)
 
 
+class GatherMemory(NamedTuple):
+    """memory: uint8, contiguous. pool: must live as long as it does. copy_engines:
+    gathers in it take no SMs, on all ranks alike."""
+
+    memory: torch.Tensor
+    pool: Any
+    copy_engines: bool
+
+
 def empty_for_gathers(
     shape: tuple[int, ...], device: torch.device, group: "GroupCoordinator"
-) -> tuple[torch.Tensor, Any]:
-    """Uninitialized bytes whose all-gathers over `group` go by copy engines.
+) -> GatherMemory:
+    """Uninitialized bytes whose all-gathers over `group` go by copy engines, if any
+    can.
 
     Collective over `group`: the same shape on all ranks, and gathers at the same
     offsets. Says in one log line what it found.
@@ -89,13 +99,12 @@ def empty_for_gathers(
         device: of the result.
         group: see `prefer_copy_engines`.
 
-    Returns:
-        uint8 [*shape], contiguous, and what must live as long as it does.
-
     """
     refusal = _no_support(group.torch_distributed_backend)
     if refusal is None and not all(in_the_same_node_as(group.cpu_group)):
         refusal = "its ranks are on several nodes"
+    if refusal is None and not _on_all_ranks(_reaches_peers(device, group), group):
+        refusal = "its GPUs lack direct access to each other's memory"
     pool = None
     if refusal is None:
         backend = group.device_group._get_backend(device)
@@ -109,15 +118,12 @@ def empty_for_gathers(
     else:
         memory = torch.empty(shape, dtype=torch.uint8, device=device)
     if refusal is None:
-        logger.info_once(
-            "%s gathers by copy engines where its GPUs can access each other's memory.",
-            group.unique_name,
-        )
+        logger.info_once("%s gathers by copy engines.", group.unique_name)
     else:
         logger.info_once(
             "%s does not gather by copy engines: %s.", group.unique_name, refusal
         )
-    return memory, pool
+    return GatherMemory(memory, pool, refusal is None)
 
 
 def _on_all_ranks(fact: bool, group: "GroupCoordinator") -> bool:
@@ -125,6 +131,19 @@ def _on_all_ranks(fact: bool, group: "GroupCoordinator") -> bool:
     agreed = torch.tensor([int(fact)])
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group.cpu_group)
     return bool(agreed)
+
+
+def _reaches_peers(device: torch.device, group: "GroupCoordinator") -> bool:
+    """Whether this rank's GPU has direct access to those of the other ranks, as far as
+    this process sees them. Collective over `group`.
+    """
+    ordinals = [torch.empty(1, dtype=torch.int64) for _ in range(group.world_size)]
+    dist.all_gather(ordinals, torch.tensor([device.index]), group=group.cpu_group)
+    return all(
+        torch.cuda.can_device_access_peer(device, peer)
+        for peer in map(int, ordinals)
+        if peer != device.index and peer < torch.cuda.device_count()
+    )
 
 
 def _is_in(pool: Any, memory: torch.Tensor) -> bool:

@@ -95,13 +95,15 @@ def reserve_ckv_gather_workspace(
         device = manager._device
         if config.prefetch:
             group = get_ckv_prefetch_group()
-            memory, pool = empty_for_gathers(shape, device, group)
+            memory, pool, early = empty_for_gathers(shape, device, group)
         else:
             memory, pool = torch.empty(shape, dtype=torch.uint8, device=device), None
         buffers = memory.split(config.gathered_rows)
         workspace = CKVGatherWorkspace(buffers[0], pool=pool)
         if config.prefetch:
-            workspace.prefetch = CKVPrefetcher(list(buffers), CKV_PAGE_ROWS, group)
+            workspace.prefetch = CKVPrefetcher(
+                list(buffers), CKV_PAGE_ROWS, group, early
+            )
         return workspace
 
     manager = current_workspace_manager()
@@ -205,7 +207,8 @@ def _gather_ckv_now(
 
 
 def start_ckv_gather(layer: Any, kv_cache: torch.Tensor, attn_metadata: Any) -> None:
-    """With a prefetch, begin the gather of `layer`, which `ckv_gather_attend` will read.
+    """Begin the gather of `layer` that `ckv_gather_attend` will read, if it may run
+    beside other work: with a prefetch that takes no SMs.
 
     For a layer that has written the batch's tokens to its cache and still has other
     work before it attends, like selecting tokens. Collective as `gather_ckv`. Does
@@ -218,10 +221,12 @@ def start_ckv_gather(layer: Any, kv_cache: torch.Tensor, attn_metadata: Any) -> 
 
     """
     plan = getattr(attn_metadata, "ckv_gather", None)
-    if plan is None or layer.impl.ckv_workspace.prefetch is None:
+    if plan is None:
         return
-    layer.impl.ckv_workspace.prefetch.enter(layer)
-    gather_ckv(kv_cache, plan, layer.impl.ckv_workspace, get_dcp_group(), wait=False)
+    workspace = layer.impl.ckv_workspace
+    if workspace.prefetch is not None and workspace.prefetch.early:
+        workspace.prefetch.enter(layer)
+        gather_ckv(kv_cache, plan, workspace, get_dcp_group(), wait=False)
 
 
 def ckv_gather_attend(

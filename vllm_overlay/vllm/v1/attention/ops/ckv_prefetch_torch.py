@@ -2,30 +2,31 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dcp-stack project
 """The CKV prefetch on torch: what travels, through which buffers, on which stream.
 
-`ckv_prefetch.py` says when; `ckv_gather.py` calls `CKVPrefetcher.gather` for each
-layer of a batch that gathers.
+`ckv_prefetch.py` says when; `ckv_gather.py` calls `CKVPrefetcher` for each layer of a
+batch that gathers.
 
 The side stream sends the history in the layout of the whole batch, with holes where
 the current chunk belongs, straight into its final place. When the layer runs, every
-rank packs the records that it just wrote to its paged cache, one small all-gather on
-the main communicator exchanges them, and a copy fills the holes. Events put that
-all-gather between the main stream's collectives, before and after, so the communicator
-sees one order; it runs on the side stream because the layer has other work until it
-reads the buffer (`complete`). The chunk costs its bytes once more on the side stream,
-as holes, but no history is moved twice and the layout stays that of the synchronous
-gather.
+rank packs the records that it just wrote to its paged cache, one small all-gather
+exchanges them, and a copy fills the holes. The chunk costs its bytes once more, as
+holes, but no history is moved twice and the layout stays that of the synchronous
+gather. A layer that was not looked ahead at, like the first of a step, gathers
+everything on the side stream.
 
-The history's all-gather takes no SMs (`vllm.distributed.copy_engines`), and it starts
-when the layer's buffer is complete. Earlier, it competes for memory bandwidth with the
-chunk and with the queries' copy into their padding; later, with attention for SMs. On
-two H200 with NVLink, DCP 2, 64k tokens, chunks of 2048, taking turns, a layer of 1.34
-ms then lasts 16 us longer than without any gather. Started at the layer's gather it was
-19 us, right before attention 20 us; the synchronous gather costs 125 us. Later runs
-left 28 to 37 us. A profile of one layer (not in bench/; DCP 8, copies from a second
-GPU) shows attention 5 us longer beside 38 MB of copies, and the upconvert 4 us longer
-beside the packing: memory traffic, it seems. Packing with 16 thread blocks gained 1 to
-6 us with copies from a second GPU or over NVLink, nothing with copies from the host,
-and cost 3 us beside a copy by SMs.
+All of it is on one communicator, the prefetch group's, so it has one order, and the
+main stream waits once, right before it reads the buffer. Not on the DCP group's
+communicator: the indexer exchanges its candidates there while the records travel, and
+two streams would have to take turns.
+
+A layer begins, and starts the next layer's history, as soon as its chunk is in the
+cache. In DeepSeek-V3.2's attention that is before the indexer (`early`), which is bound
+by arithmetic: what travels beside it costs less than beside sparse attention, which is
+bound by memory. Two H200 with NVLink, DCP 2, 64k tokens, chunks of 2048: a gather of
+120 us makes the layer 0 to 8 us longer if it starts there, 19 us if it starts at
+attention. That holds for gathers by copy engines (`vllm.distributed.copy_engines`).
+NCCL's kernels hold SMs, and the indexer's, which wants one thread block on every SM,
+waits for them: up to 188 us longer, against 43 us from a start at attention. So without
+copy engines a layer begins when it attends.
 
 Why records and not the latent, which every rank has: a rank could quantize the whole
 chunk itself and save the exchange. But then the bytes are right only as long as two
@@ -346,6 +347,7 @@ class CKVPrefetcher:
         buffers: NUM_BUFFERS times uint8 [W * rows per rank, record].
         page_rows: rows per page in which kernels see a buffer.
         group: the ranks of the DCP group with a communicator of their own.
+        early: a layer may begin before its indexer, see above. The same on all ranks.
 
     """
 
@@ -354,12 +356,14 @@ class CKVPrefetcher:
         buffers: list[torch.Tensor],
         page_rows: int,
         group: "GroupCoordinator",
+        early: bool,
     ) -> None:
         assert len(buffers) == NUM_BUFFERS
         device = buffers[0].device
         self.buffers = buffers
         self.page_rows = page_rows
         self.group = group
+        self.early = early
         self.streams = CUDAStreams(device) if device.type == "cuda" else InlineStreams()
         self.state = CKVPrefetchState(self.streams)
         # Layers, not their caches: a cache is looked up when it is read, so a binding
