@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import logger as vllm_logger
 from vllm.config import KVTransferConfig
+from vllm.distributed.copy_engines import GatherMemory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.attention.ops import ckv_gather, ckv_prefetch, ckv_prefetch_torch
 from vllm.v1.attention.ops.ckv_copy import CKVSegments, copy_ckv_segments
@@ -374,13 +375,23 @@ def test_a_plan_without_prefetch_in_a_prefetching_lane(manager):
     layers = [NS(layer_name=f"model.layers.{i}.attn") for i in range(2)]
     layers = [type("Layer", (), vars(layer))() for layer in layers]
     calls = []
+
+    def log(name, method):
+        def logged(*args, **kwargs):
+            calls.append(name)
+            return method(*args, **kwargs)
+
+        return logged
+
+    for name in ("consume", "filled", "complete", "release"):
+        setattr(prefetch.state, name, log(name, getattr(prefetch.state, name)))
     for _ in range(3):
         step = NS(prefetch=None, gathered_rows=0)
         for layer in layers:
             with prefetch.attending(layer):
                 prefetch.begin(torch.zeros(0), step, NS(), lambda *args: calls.append("now"), None)
                 prefetch.complete()
-    assert calls == ["now"] * 6
+    assert calls == ["consume", "now", "filled", "complete", "release", "complete"] * 6  # release completes whatever is left
 
 
 def test_lanes_share_nothing(manager):
@@ -409,6 +420,23 @@ def test_gather_belongs_to_a_layer(manager):
         ckv_gather.gather_ckv(torch.zeros((1, 64, 656), dtype=torch.uint8), None, reserved, None)
     with pytest.raises(RuntimeError, match="without a gather"):
         ckv_gather.await_ckv(reserved)
+
+
+@pytest.mark.parametrize("copy_engines", [False, True])
+def test_layers_begin_early_where_gathers_take_no_sms(manager, monkeypatch, copy_engines):
+    memory = GatherMemory(torch.empty((4 * config(max_tokens=1000).rows_per_rank, 656), dtype=torch.uint8), None, copy_engines)
+    monkeypatch.setattr(ckv_gather, "empty_for_gathers", lambda *args: memory)
+    monkeypatch.setattr(ckv_gather, "get_dcp_group", lambda: None)
+    reserved = reserve_ckv_gather_workspace(config(max_tokens=1000))
+    begun = []
+    monkeypatch.setattr(reserved.prefetch, "begin", lambda *args: begun.append(reserved.prefetch._layer))
+    layer = NS(impl=NS(ckv_workspace=reserved))
+    cache = torch.zeros((1, 64, 656), dtype=torch.uint8)
+    for metadata in (None, NS(), NS(ckv_gather=None)):
+        ckv_gather.start_ckv_gather(layer, cache, metadata)
+    assert begun == []
+    ckv_gather.start_ckv_gather(layer, cache, NS(ckv_gather=NS(gathered_rows=0)))
+    assert begun == [layer] * copy_engines
 
 
 def test_a_layer_that_fails_before_it_attends(manager):

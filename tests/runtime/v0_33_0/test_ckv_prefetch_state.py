@@ -576,6 +576,13 @@ def machine():
     return CKVPrefetchState(FakeStreams(Device(), "a"))
 
 
+def inside(layer):
+    """A machine in its first step, and the lease of `layer`."""
+    m = machine()
+    m.begin_step(1)
+    return m, m.consume(layer)
+
+
 A, B, C = (LayerKey("layers.*", i) for i in range(3))
 
 
@@ -587,9 +594,7 @@ def test_no_layer_before_a_step():
 
 
 def test_one_layer_at_a_time():
-    m = machine()
-    m.begin_step(1)
-    lease = m.consume(A)
+    m, lease = inside(A)
     with pytest.raises(RuntimeError, match="before release of the last"):
         m.consume(B)
     with pytest.raises(RuntimeError, match="step begins inside a layer"):
@@ -603,18 +608,14 @@ def test_one_layer_at_a_time():
 
 def test_release_completes():
     """A layer that fails before it reads: its buffer is free only behind the gather."""
-    m = machine()
-    m.begin_step(1)
-    lease = m.consume(A)
+    m, lease = inside(A)
     m.filled(lease)
     m.release(lease)
     assert [stream for stream, _ in m._streams.waits].count("main") == 1
 
 
 def test_one_gather_at_a_time():
-    m = machine()
-    m.begin_step(1)
-    lease = m.consume(A)
+    m, lease = inside(A)
     ticket = m.prepare(B)
     for call in (lambda: m.prepare(C), lambda: m.begin_step(2)):
         with pytest.raises(RuntimeError, match="two gathers at once|inside a layer"):
@@ -631,9 +632,7 @@ def test_one_gather_at_a_time():
 
 
 def test_no_layer_between_prepare_and_finish():
-    m = machine()
-    m.begin_step(1)
-    lease = m.consume(A)
+    m, lease = inside(A)
     m.prepare(B)
     m.release(lease)
     for call in (lambda: m.consume(B), lambda: m.begin_step(2)):
@@ -677,9 +676,7 @@ def test_what_the_gather_reads_is_kept_until_it_was_awaited():
 def test_reset_in_the_middle_then_as_new():
     """After an error in a layer or a gather, reset drains whatever was under way."""
     for until in ("hold", "fill"):
-        m = machine()
-        m.begin_step(1)
-        m.consume(A)
+        m, _ = inside(A)
         if until == "fill":
             m.prepare(B)
         m.reset()
@@ -689,9 +686,7 @@ def test_reset_in_the_middle_then_as_new():
 
 
 def test_close_drains_and_refuses():
-    m = machine()
-    m.begin_step(1)
-    lease = m.consume(A)
+    m, lease = inside(A)
     m.finish(m.prepare(B))
     m.release(lease)
     m.close()
