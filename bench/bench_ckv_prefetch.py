@@ -6,8 +6,8 @@
     python bench/bench_ckv_prefetch.py --rounds 1 --contexts 8 16    something quick
 
 One process is rank 0 of W. Real: planner, workspace, prefetch, copy and remap kernels, vLLM's sparse indexer with DeepSeek-V3.2's
-shapes, upconvert, FlashMLA bf16 sparse attention (16 heads padded to 64, top-k 2048). Not real: the link. What the other ranks would send is copied instead, the same
-bytes, by one of these means:
+shapes, upconvert, FlashMLA bf16 sparse attention (16 heads padded to 64, top-k 2048). Not real: the link. What the other ranks
+would send is copied instead, the same bytes, by one of these means:
 
     host    from pinned host memory, by a copy engine: about what a PCIe link gives
     peer    from a second GPU's memory, by a copy engine: what the prefetch uses where GPUs have direct access to each other.
