@@ -299,6 +299,8 @@ class World:
         variants = {}
         for name, flags in (("stock", {"CKV_GATHER": 0}), ("synchronous", {"CKV_GATHER": 1}), ("prefetch", {"CKV_GATHER": 1, "CKV_PREFETCH": 1})):
             rank = self.attention(**flags)
+            if name == "prefetch" and self.settings.late:
+                rank.impl.ckv_workspace.prefetch.early = False
             # Each keeps its workspaces: building the next one only replaces vLLM's pointer to them.
             variants[name] = rank, workspace.current_workspace_manager()
         for context in self.settings.contexts:
@@ -515,6 +517,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rest", type=float, default=0.2, help="seconds of rest before them (default: %(default)s)")
     parser.add_argument("--layer", choices=("fused", "generic"), default="fused", help="DeepSeek-V3.2's own attention or MLAAttention.forward_impl (default: %(default)s)")
     parser.add_argument("--skip-indexer", action="store_true", help="attention layers without an indexer, like those that reuse another layer's ids")
+    parser.add_argument("--late", action="store_true", help="start the prefetch at attention, as without copy engines, instead of before the indexer")
     parser.add_argument("--engine-layers", type=int, default=4, help="layers of the tiny model (default: %(default)s)")
     parser.add_argument("--engine-repeats", type=int, default=5, help="prefills of each context and variant (default: %(default)s)")
     parser.add_argument("--skip-engine", action="store_true", help="leave the section step out")

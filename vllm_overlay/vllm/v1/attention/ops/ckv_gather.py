@@ -137,8 +137,8 @@ def gather_ckv(
     group: "GroupCoordinator",
     wait: bool = True,
 ) -> torch.Tensor:
-    """Gather the batch's raw records of all ranks. Collective over `group`, and with
-    a prefetch over its group.
+    """Gather the batch's raw records of all ranks. Collective over `group`, or with a
+    prefetch over its group.
 
     Args:
         kv_cache: [blocks, block_size, record] of one-byte elements, this layer's.
