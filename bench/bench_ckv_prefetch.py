@@ -60,6 +60,7 @@ from bench.common import LATENT, OUT, PAGE, RECORD, ROPE, IndexerChunk, StubDcpG
 
 HEADS, PADDED_HEADS = 16, 64
 SCALE = (LATENT + ROPE) ** -0.5
+MODES = "compute", "synchronous", "prefetch"
 WARMUP = 3  # compiles; the first step with prefetch only discovers the layers
 
 
@@ -101,10 +102,20 @@ class Link:
             _link_kernel[(self.programs,)](self.source[: others.numel()].view(torch.int64), others.view(torch.int64), words, BLOCK=4096, num_warps=8)
 
 
-class Step:
-    """A chunk of one request behind its context, in `layers` layers of one rank. `indexer`: does a layer's, or None."""
+class Layer:
+    """What the gather knows of an attention layer."""
 
-    def __init__(self, args, context, chunk, link, prefetch, indexer):
+    def __init__(self, name, impl, kv_cache):
+        self.layer_name, self.impl, self.kv_cache = name, impl, kv_cache
+
+
+class Step:
+    """A chunk of one request behind its context, in `layers` layers of one rank. `indexer`: does a layer's, or None.
+
+    All modes run in the same memory: attention took up to 5% longer or shorter in other memory of the same layout.
+    """
+
+    def __init__(self, args, context, chunk, link, indexer):
         from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
 
         self.kernel, self.indexer = flash_mla_sparse_fwd, indexer
@@ -113,32 +124,27 @@ class Step:
         world = args.world
         self.config = ckv_plan.CKVGatherConfig(
             dcp_world_size=world, dcp_rank=0, interleave=args.interleave, min_tokens=0, max_tokens=context, max_num_seqs=1, max_num_batched_tokens=chunk,
-            record_bytes=RECORD, decode_query_len=1, num_layers=args.layers, prefetch=prefetch,
+            record_bytes=RECORD, decode_query_len=1, num_layers=args.layers, prefetch=True,
         )  # fmt: skip
         self.group = NS(world_size=world)
         ckv_gather.get_dcp_group = lambda: self.group
         ckv_gather.get_ckv_prefetch_group = lambda: NS(world_size=world, torch_distributed_backend="a copy", unique_name="the stand-in")
         workspace.reset_workspace_manager()
         workspace.init_workspace_manager(device)
-        self.workspace = ckv_gather.reserve_ckv_gather_workspace(self.config)
-        if prefetch:
-            self.workspace.prefetch.early = link != "sm"
-        for buffer in self.workspace.prefetch.buffers if prefetch else [self.workspace.gathered]:
+        ahead = ckv_gather.reserve_ckv_gather_workspace(self.config)
+        ahead.prefetch.early = link != "sm"
+        for buffer in ahead.prefetch.buffers:
             buffer.copy_(make_records(len(buffer), device))
+        now = ckv_gather.CKVGatherWorkspace(ahead.prefetch.buffers[0])
+        self.workspaces = {"compute": now, "synchronous": now, "prefetch": ahead}
         self.planner = ckv_plan.CKVGatherPlanner(self.config, device)
         self.link = Link(link, world, self.config.rows_per_rank, device, args.link_programs)
         blocks = self.config.rows_per_rank // PAGE + 1
         self.block_table = torch.randperm(blocks, device=device).to(torch.int32)[None]
 
-        class Layer:
-            pass
-
-        self.layers = []
-        for i in range(args.layers):
-            layer = Layer()
-            layer.layer_name, layer.impl = f"model.layers.{i}.self_attn.attn", NS(ckv_workspace=self.workspace)
-            layer.kv_cache = make_records(blocks * PAGE, device).view(blocks, PAGE, RECORD)
-            self.layers.append(layer)
+        self.impl = NS(ckv_workspace=None)
+        caches = (make_records(blocks * PAGE, device).view(blocks, PAGE, RECORD) for _ in range(args.layers))
+        self.layers = [Layer(f"model.layers.{i}.self_attn.attn", self.impl, cache) for i, cache in enumerate(caches)]
         mine = ckv_plan.ckv_layout([context - chunk, context], world, args.interleave).rank_req_lens[0]
         rows = torch.arange(int(mine[0]), int(mine[1]), device=device)
         self.slots = self.block_table[0][rows // PAGE].long() * PAGE + rows % PAGE
@@ -163,9 +169,11 @@ class Step:
         metadata = NS(num_decodes=0, num_prefills=1, num_decode_tokens=0, prefill=None, req_id_per_token=torch.zeros(self.chunk, dtype=torch.int32, device=self.device))
         return self.planner.plan(common, metadata)
 
-    def run(self, gather):
-        """Milliseconds per layer of one step: on the main stream, and of these in the gather. `gather` False: only the compute."""
+    def run(self, mode):
+        """Milliseconds per layer of one step in one of MODES: on the main stream, and of these in the gather."""
         plan = self.plan()
+        gather, workspace = mode != "compute", self.workspaces[mode]
+        self.impl.ckv_workspace, prefetch = workspace, workspace.prefetch
         torch.cuda.synchronize()
         marks = []
 
@@ -184,13 +192,12 @@ class Step:
             mark()
             if self.indexer is not None:
                 self.indexer()
-            prefetch = self.workspace.prefetch
-            with prefetch.attending(layer) if prefetch is not None and gather else contextlib.nullcontext():
+            with contextlib.nullcontext() if prefetch is None else prefetch.attending(layer):
                 mark()
                 if gather:
-                    gathered = ckv_gather.gather_ckv(layer.kv_cache, plan, self.workspace, self.group, wait=False)
+                    gathered = ckv_gather.gather_ckv(layer.kv_cache, plan, workspace, self.group, wait=False)
                 else:
-                    gathered = self.workspace.gathered[: plan.gathered_rows]
+                    gathered = workspace.gathered[: plan.gathered_rows]
                 mark()
                 slots, counts = ckv_remap.map_global_topk_to_gathered_ckv(
                     self.topk_ids, plan.req_ids, plan.causal_lens, plan.rank_req_starts, plan.padded_total, plan.dcp_world_size, plan.interleave,
@@ -199,9 +206,9 @@ class Step:
                 ops.concat_mla_q(self.ql_nope, self.q_pe, self.q)
                 mark()
                 if gather:
-                    ckv_gather.await_ckv(self.workspace)
+                    ckv_gather.await_ckv(workspace)
                 mark()
-                ops.cp_gather_and_upconvert_fp8_kv_cache(self.workspace.pages(), self.bf16_rows[: len(gathered)], plan.page_table, plan.page_starts, 1)
+                ops.cp_gather_and_upconvert_fp8_kv_cache(workspace.pages(), self.bf16_rows[: len(gathered)], plan.page_table, plan.page_starts, 1)
                 self.kernel(self.q, self.bf16_rows.view(-1, 1, LATENT + ROPE), slots[:, None], SCALE, topk_length=counts, out=self.out)
         mark()
         marks[-1].synchronize()
@@ -230,29 +237,24 @@ def make_indexer(args, context, chunk):
 def measure(args, context, chunk, kind):
     """Medians over rounds, in which the modes take turns."""
     indexer = None if args.skip_indexer else make_indexer(args, context, chunk)
-    steps = {}
-    for prefetch in (False, True):
-        steps[prefetch] = Step(args, context, chunk, kind, prefetch, indexer)
-    modes = {"compute": (False, False), "synchronous": (False, True), "prefetch": (True, True)}
-    times, waits = ({mode: [] for mode in modes} for _ in range(2))
+    step = Step(args, context, chunk, kind, indexer)
+    ckv_gather.all_gather_bytes = step.link
+    times, waits = ({mode: [] for mode in MODES} for _ in range(2))
     for round_ in range(args.rounds + WARMUP):
-        for mode in turns(modes, round_):
-            prefetch, gather = modes[mode]
-            step = steps[prefetch]
-            ckv_gather.all_gather_bytes = step.link
-            elapsed, waited = step.run(gather)
+        for mode in turns(MODES, round_):
+            elapsed, waited = step.run(mode)
             if round_ >= WARMUP:
                 times[mode].append(elapsed)
                 waits[mode].append(waited)
-    compute, sync, ahead = (statistics.median(times[mode]) for mode in modes)
-    plan = steps[True].plan()
+    compute, sync, ahead = (statistics.median(times[mode]) for mode in MODES)
+    plan = step.plan()
     # Of each round, since clocks drift over rounds.
     gather, visible = (statistics.median(a - b for a, b in zip(times[mode], times["compute"], strict=True)) for mode in ("synchronous", "prefetch"))
     sent = (args.world - 1) * plan.padded_total * RECORD
     return dict(
         context=context, chunk=chunk, link=kind, compute_ms=compute, synchronous_ms=sync, prefetch_ms=ahead, gather_ms=gather,
         link_gb_per_s=sent / gather / 1e6 if kind != "none" and gather > 0 else None,
-        visible_ms=visible, waits_ms={mode: statistics.median(waits[mode]) - statistics.median(waits["compute"]) for mode in modes},
+        visible_ms=visible, waits_ms={mode: statistics.median(waits[mode]) - statistics.median(waits["compute"]) for mode in MODES},
         hidden=1 - visible / gather if gather > 0 and kind != "none" and plan.prefetch.tables is not None else None,
         slowdown=ahead / sync - 1, looks_ahead=plan.prefetch.tables is not None, times=times,
     )  # fmt: skip

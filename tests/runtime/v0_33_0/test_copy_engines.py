@@ -38,7 +38,7 @@ def nccl(monkeypatch):
 
     class Options:
         def __init__(self):
-            self.config = NS(cta_policy="default")
+            self.config = NS(cta_policy="default", max_ctas=None)
 
     class Pool:
         def __init__(self, allocator):
@@ -53,7 +53,7 @@ def nccl(monkeypatch):
         yield
 
     def new_group(ranks, backend, timeout, pg_options):
-        fake.log.append(("new", tuple(ranks), backend, pg_options.config.cta_policy))
+        fake.log.append(("new", tuple(ranks), backend, pg_options.config.cta_policy, pg_options.config.max_ctas))
         return DeviceGroup(f"new {ranks}")
 
     def all_reduce(x, group, op=None):
@@ -97,8 +97,8 @@ def test_every_rank_creates_all_groups_and_keeps_its_own(nccl, backend, rank, ow
     prefer_copy_engines(mine)
     assert mine.device_group.name == f"new {own}"
     assert nccl.log == [
-        ("new", (0, 1), "nccl", "zero"),
-        ("new", (2, 3), "nccl", "zero"),
+        ("new", (0, 1), "nccl", "zero", 16),
+        ("new", (2, 3), "nccl", "zero", 16),
         ("destroy", "stock"),
         ("all_reduce", f"new {own}"),
     ]

@@ -32,6 +32,11 @@ logger = init_logger(__name__)
 
 MIN_NCCL_VERSION = (2, 28)
 
+# Thread blocks of NCCL's kernel, where one gathers after all: each holds an SM. Two H200
+# with NVLink, DCP 2, 64k tokens: a layer beside the gather is 4 to 12 us shorter than
+# with as many as NCCL chooses. With 8 it is no shorter, and a gather in its way longer.
+MAX_CTAS = 16
+
 
 def _no_support(backend: str) -> str | None:
     """Why no communicator can use copy engines, from facts of the whole world."""
@@ -63,6 +68,7 @@ def prefer_copy_engines(group: "GroupCoordinator") -> None:
     for ranks in group.group_ranks:
         options = dist.ProcessGroupNCCL.Options()
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        options.config.max_ctas = MAX_CTAS
         device_group = dist.new_group(
             ranks,
             backend="nccl",
