@@ -13,7 +13,8 @@ would send is copied instead, the same bytes, by one of these means:
     peer    from a second GPU's memory, by a copy engine: what the prefetch uses where GPUs have direct access to each other.
             Left out with one GPU
     sm      a kernel of few thread blocks copies on the device: takes SMs from the layer, as NCCL does where it cannot use
-            copy engines (vllm/distributed/copy_engines.py). The gather then begins behind the indexer, not before
+            copy engines (vllm/distributed/copy_engines.py), with as many thread blocks as its communicator may have there. The
+            gather then begins behind the indexer, not before
     none    nothing is copied: all that is left are the launches, so there is nothing to hide
 
 A layer is its KV write, the gather, the indexer and attention, in the order of vllm/models/deepseek_v32/attention.py: neither

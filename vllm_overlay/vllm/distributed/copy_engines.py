@@ -4,7 +4,7 @@
 
 NCCL gathers with a kernel whose thread blocks hold SMs, also while they wait for a
 peer. Beside a matmul of 1.42 ms on two H200 with NVLink, an all-gather of 43 MB per
-rank (0.19 ms alone) makes the matmul 0.11 ms longer, which is more than half of what
+rank (0.19 ms alone) makes the matmul 0.12 ms longer, which is more than half of what
 running it early could win; by copy engines 0.001 ms (the section `beside` of
 bench/bench_several_gpus.py).
 
