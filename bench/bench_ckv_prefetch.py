@@ -113,7 +113,7 @@ class Layer:
 class Step:
     """A chunk of one request behind its context, in `layers` layers of one rank. `indexer`: does a layer's, or None.
 
-    All modes run in the same memory: attention took up to 5% longer or shorter in other memory of the same layout.
+    All modes run in the same memory: layers took 1% to 2% longer or shorter in other memory of the same layout.
     """
 
     def __init__(self, args, context, chunk, link, indexer):

@@ -15,7 +15,7 @@ Needs at least 2 GPUs of one host. All ranks work at once on one chunk at the en
     layer     ms of an MLA attention layer with DeepSeek-V3.2's indexer and heads, FlashMLA sparse over a paged shard: stock (query
               all-gather, local shard, LSE merge), the synchronous gather, gather + prefetch, and compute: the gather's layer
               without its gather. Each ends in an all-reduce of hidden states, as layers do under TP: so in all variants ranks wait
-              for each other, and the link stays awake. `--layers` layers in a row, mean of all of them; "inner" is the mean
+              for each other and the link is in use. `--layers` layers in a row, mean of all of them; "inner" is the mean
               without the first, which nothing precedes that could hide its gather, and the last, which looks ahead at nothing. A
               rest before each run keeps the GPU off its power limit, where a gather that waits lets the clocks recover and one
               that is hidden does not; the engine has no such rests
@@ -26,8 +26,8 @@ Needs at least 2 GPUs of one host. All ranks work at once on one chunk at the en
     hidden = 1 - (prefetch - compute) / (synchronous - compute)
 
 In all but the last section the variants take turns in every repeat, in changing order, a repeat counts as long as its slowest
-rank, ranks start together, and medians over repeats are shown; of differences, the medians of each repeat's. An engine reads the flags when it starts, so in the last one the
-variants run one after the other. Ids and records are random; all ranks select the same ids.
+rank, ranks start together, and medians over repeats are shown; differences are those of a repeat. An engine reads the flags when
+it starts, so in the last one the variants run one after the other. Ids and records are random; all ranks select the same ids.
 
 Not in the layer: projections, RoPE, the KV write, experts; the generic layer has no indexer either. Not used: CUDA graphs, NVLink
 multicast and what upstream builds on it (direct symmetric-memory paths, custom all-reduce).
@@ -297,9 +297,8 @@ class World:
         return rank.build(**flags)
 
     def layers(self) -> None:
-        from vllm.v1.worker import workspace
-
         from vllm.v1.attention.ops.ckv_gather import CKVGatherWorkspace
+        from vllm.v1.worker import workspace
 
         stock, stock_manager = self.attention(CKV_GATHER=0), workspace.current_workspace_manager()
         # Keeps its workspaces: building the next one only replaces vLLM's pointer to them.
@@ -307,7 +306,7 @@ class World:
         ahead = rank.impl.ckv_workspace
         if self.settings.late:
             ahead.prefetch.early = False
-        # All in the same memory: attention took up to 5% longer or shorter in other memory of the same layout.
+        # All in the same memory: layers took 1% to 2% longer or shorter in other memory of the same layout.
         now = CKVGatherWorkspace(ahead.prefetch.buffers[0])
         variants = {"stock": (stock, stock_manager, None), "synchronous": (rank, manager, now), "prefetch": (rank, manager, ahead)}
         for context in self.settings.contexts:
@@ -316,12 +315,11 @@ class World:
 
     def layers_at(self, context: int, variants: dict) -> None:
         from vllm.v1.attention.backends.mla import flashmla_ckv_gather as backend
-        from vllm.v1.attention.ops.ckv_prefetch import reset_ckv_prefetch
         from vllm.v1.worker import workspace
 
         settings = self.settings
-        rank, _, rank.impl.ckv_workspace = variants["prefetch"]
-        reset_ckv_prefetch(rank.layer)  # new layers with the names of the last context's
+        *_, ahead = variants["prefetch"]
+        ahead.prefetch.reset()  # new layers with the names of the last context's
         tokens = min(settings.tokens, context)
         ids = spread_ids(tokens, context, TOPK, self.generator(0))
         torch.manual_seed(1 + self.rank)
