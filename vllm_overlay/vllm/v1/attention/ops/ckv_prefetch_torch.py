@@ -23,7 +23,7 @@ longer than the noise of 5 us with it on this one, as if the chunk was not sent 
 A layer begins, and starts the next layer's history, as soon as its chunk is in the
 cache. In DeepSeek-V3.2's attention that is before the indexer (`early`), which is bound
 by arithmetic: what travels beside it costs less than beside sparse attention, which is
-bound by memory. The same gather makes the layer 18 us longer if it starts at attention.
+bound by memory. The same gather makes the layer 20 us longer if it starts at attention.
 That holds for gathers by copy engines (`vllm.distributed.copy_engines`). NCCL's kernels
 hold SMs, and the indexer's, which wants one thread block on every SM, waits for them: up
 to 188 us longer, against 35 to 47 us from a start at attention. So without copy engines
