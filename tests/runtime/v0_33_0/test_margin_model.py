@@ -341,6 +341,20 @@ def test_one_wrong_row_of_one_layer(small, faults, kind):
         assert all(w.ask.rows[layer] == row for w in verdict.wrong), f"{kind}: row {row} of layer {layer}: {verdict.explain()}"
 
 
+def test_a_lost_index_key(small):
+    """Where the indexer has to choose, a row without its key is not chosen."""
+    prompt = prefill_only(make_prompt(SMALL, 900))
+    layer, row = random.Random(3).choice([(layer, row) for ask in prompt.asks if ask.position > 700 for layer, row in enumerate(ask.rows)])
+
+    def edit(here, cache):
+        if here == layer:
+            cache.key[row] = 0
+        return cache
+
+    verdict = check_answers(prompt, best_two(small.forward(prompt.tokens, edit=edit)))
+    assert [w.ask for w in verdict.wrong] == [ask for ask in prompt.asks + prompt.generated if ask.rows[layer] == row]
+
+
 def test_a_row_that_no_chain_reads(small, faults):
     """The other way round: a fault that may not matter does not."""
     prompt, make = faults
