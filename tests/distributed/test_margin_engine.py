@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's whole engine on CPU ranks over gloo, with the model whose answers hang on single KV rows: what tests/gpu/test_engine.py does
 on GPUs with long prompts. Compiled operations are torch (engine_on_cpu.py)."""
+from unittest import mock
+
 import pytest
 import vllm.entrypoints.llm  # noqa: F401  once, before the ranks fork
 
@@ -47,6 +49,29 @@ def test_an_engine_changes_its_weights(tmp_path):
     assert answers == sum(len(p.asks) + len(p.generated) for p in rounds[0]) and 5 <= smallest <= 7
 
 
+def _flagged(rank, world, job):
+    """Answers; how often a layer was gathered ahead of itself, and how often selected ids were exchanged."""
+    engine_on_cpu.install()
+    from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
+    from vllm.v1.attention.ops import ckv_prefetch_torch
+    from vllm.v1.attention.ops.ckv_prefetch import CKVPrefetchState
+
+    ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY = 1
+    with mock.patch.object(CKVPrefetchState, "prepare", autospec=True, side_effect=CKVPrefetchState.prepare) as ahead, \
+            mock.patch.object(PrefillRowShard, "exchange_topk", autospec=True, side_effect=PrefillRowShard.exchange_topk) as exchange:  # fmt: skip
+        return engine_ranks.generate_margin(rank, world, job), ahead.call_count, exchange.call_count
+
+
+def test_all_flags(tmp_path):
+    """TP 4 and DCP 2: query split, gather and prefetch, which has history to gather, since prompts come in chunks of 32."""
+    rounds = [[make_prompt(SPEC, 60, seed, new_tokens=3) for seed in range(2)]]
+    job = _job(margin_deepseek.write(tmp_path, SPEC), rounds, dcp=2, interleave=16, engine={"max_num_batched_tokens": 32})
+    found, ahead, exchanged = _run(_flagged, 4, job, "all")
+    answers, smallest = judge(rounds, found, 2, 16)
+    assert answers == sum(len(p.asks) + 3 for p in rounds[0]) and smallest >= 5
+    assert ahead >= 4 and exchanged >= 9, (ahead, exchanged)  # two of three layers, and all three, of some steps
+
+
 def _drafts(rank, world, job):
     """Answers, and how many tokens each decode step gave a request."""
     engine_on_cpu.install()
@@ -87,7 +112,10 @@ def _breaks(rank, world, job, names):
 
 def test_a_broken_gather_is_seen(tmp_path):
     names = ["nothing", "local-clamp", "nothing", "wrong-start", "stale-workspace"]
-    rounds = [[make_prompt(SPEC, 34, seed, new_tokens=2)] for seed in range(len(names))]
+    # All rows are selected: rows that have only changed places do not matter. One that is lost does: position 16, rank 1's first, where
+    # it reads one too far. So let it be on a chain.
+    prompts = (make_prompt(SPEC, 34, seed, new_tokens=2) for seed in range(100))
+    rounds = [[prompt] for prompt, _ in zip((p for p in prompts if 16 in {row for _, row in p.chains()}), names)]
     job = _job(margin_deepseek.write(tmp_path, SPEC), rounds, dcp=2, interleave=16, max_tokens=2)
     results = run_ranks(_breaks, 2, job, names, env=ENVIRONMENT | engine_ranks.FLAGS["gather"], timeout=850)
     for how, prompts, *found in zip(names, rounds, *results, strict=True):

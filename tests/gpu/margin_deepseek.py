@@ -19,6 +19,10 @@ Kinds of tokens, P_s, Q_s and E_s of a symbol s:
 A row of a *loud* line is among the first that the indexer selects, whatever is asked: with enough of them in front, the row that is
 asked comes last among index_topk.
 
+What it does not see: rows that only change places where all rows are selected, in prompts up to index_topk, for a row is where it
+is found; what happens to the zeros of Q rows; small errors, and a row's part that is too large but for the last layer. Log-probabilities
+of random weights (tiny_deepseek.py) see the latter two.
+
 Numbers are signs times powers of two where they can be, and matrices signed permutations: fp8 and bfloat16 keep nearly all exactly.
 """
 import dataclasses

@@ -66,7 +66,7 @@ class _Reader:
 
     def add(self, token: int) -> Ask | None:
         """Read one token; what it asks, if that can be answered."""
-        row, asks, answer = (table for table in _tables(self.spec))
+        row, asks, answer = _tables(self.spec)
         position, self.length = self.length, self.length + 1
         if row[token] >= 0:
             self.at[row[token]] = position
