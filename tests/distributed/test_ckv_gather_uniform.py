@@ -48,7 +48,7 @@ def _decide(rank, world, interleave):
         parallel_state.initialize_model_parallel(world, 1, 1, world)
         speculative = type("S", (), {"num_speculative_tokens": 3, "parallel_drafting": False})
         me = Rank(rank, world, "cpu", interleave=interleave, heads=16, max_tokens=256, max_model_len=1024, speculative_config=speculative)
-        me.build(CKV_GATHER=1, CKV_GATHER_MAX_TOKENS=600)
+        me.build(CKV_GATHER="always", CKV_GATHER_MAX_TOKENS=600)
         me.builder.reorder_batch_threshold = 1
         own = np.random.default_rng(1000 + rank)
         shared = np.random.default_rng(interleave)
