@@ -313,9 +313,10 @@ class Engine:
     """One rank. `cost`: whether the planner may choose the exchange; without it every batch within the bounds gathers."""
 
     def __init__(self, rank, world, *, interleave, runner="v2", drafts=0, layers=3, num_blocks=64, max_num_seqs=8, max_tokens=2048, max_model_len=4096, asynchronous=False):
-        from tests.gpu._ckv_ranks import Rank
         from vllm.v1.attention.ops import ckv_gather, ckv_prefetch_plan
         from vllm.v1.worker import workspace
+
+        from tests.gpu._ckv_ranks import Rank
 
         ckv_prefetch_plan.CKV_PREFETCH_MIN_HISTORY = 1
         self.rank, self.world, self.interleave, self.drafts, self.asynchronous = rank, world, interleave, drafts, asynchronous

@@ -17,7 +17,7 @@ from vllm import logger as vllm_logger
 from vllm.config import KVTransferConfig
 from vllm.distributed.copy_engines import GatherMemory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.attention.ops import ckv_config, ckv_gather, ckv_prefetch, ckv_prefetch_plan, ckv_prefetch_torch
+from vllm.v1.attention.ops import ckv_config, ckv_gather, ckv_prefetch, ckv_prefetch_plan
 from vllm.v1.attention.ops.ckv_config import CONNECTORS_NOT_LAYERWISE, CKVGatherConfig, ckv_prefetch_enabled, ckv_prefetch_refusal
 from vllm.v1.attention.ops.ckv_copy import CKVSegments, copy_ckv_segments
 from vllm.v1.attention.ops.ckv_gather import reserve_ckv_gather_workspace

@@ -21,7 +21,7 @@ CONFIG = CKVGatherConfig(dcp_world_size=8, dcp_rank=0, interleave=1, min_tokens=
 @pytest.mark.parametrize("world, heads, rows", [(2, 64, 3), (8, 16, 5)])
 def test_bytes_counted_one_by_one(world, heads, rows):
     received = 0
-    for other in range(1, world):
+    for _other in range(1, world):
         for _ in range(rows):
             received += heads * 576 * 2  # the other rank's query heads
             received += heads * 512 * 2  # its partial outputs of this rank's heads, to be added

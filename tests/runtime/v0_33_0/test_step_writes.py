@@ -13,7 +13,7 @@ from vllm.v1.attention.ops import ckv_prefetch, ckv_prefetch_torch
 from vllm.v1.attention.ops.ckv_copy import CKVSegments
 from vllm.v1.attention.ops.ckv_order import move_verifications_up
 from vllm.v1.attention.ops.ckv_prefetch_plan import CKVLateTables, CKVPrefetchPlan, next_step
-from vllm.v1.attention.ops.step_writes import HostBlockTable, new_host_block_tables, rows_written_by_batch, share_host_block_tables
+from vllm.v1.attention.ops.step_writes import HostBlockTable, rows_written_by_batch, share_host_block_tables
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
 
