@@ -19,6 +19,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.gpu._ckv_prefetch import PAGE, Layer
 from tests.gpu._ckv_ranks import rows_of
 from tests.oracle import deal

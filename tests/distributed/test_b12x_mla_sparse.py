@@ -9,6 +9,7 @@ import math
 
 import pytest
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed.ranks import in_dcp_world, run_ranks
 from tests.gpu._b12x_ranks import B12xRank, use_stand_in
 from tests.gpu._ckv_ranks import Batch, error

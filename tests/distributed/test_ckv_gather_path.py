@@ -6,6 +6,7 @@ records. TOLERANCE: outputs and the upconverted records are bfloat16 (relative 2
 """
 import pytest
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed.ranks import in_dcp_world, run_ranks
 from tests.gpu._ckv_ranks import Batch, Rank, broken, error
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed.ranks import run_ranks, vllm_world
 from tests.gpu._ckv_ranks import Batch, Rank, use_torch_ops
 

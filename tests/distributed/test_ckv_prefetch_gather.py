@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed.ranks import in_dcp_world, run_ranks
 from tests.gpu._ckv_prefetch import ENV, SCENARIO, Model, Solo, check, compare, random_scenario
 from tests.gpu._ckv_ranks import Batch, Rank
