@@ -30,7 +30,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch  # noqa: E402
 
-from bench.bench_ckv_gather import milliseconds  # noqa: E402
 from bench.common import LATENT, OUT, PAGE, RECORD, ROPE, chunk_metadata, host_table, make_records, rest, spread_ids, table, turns  # noqa: E402
 
 HEADS, TOPK, NOPE, V_DIM = 128, 2048, 128, 128
@@ -40,6 +39,7 @@ LINKS = (25, 50, 150, 400)  # GB/s
 LATENCY = 20e-3  # ms of a collective of next to nothing, beside the bytes
 AIM = 1.10
 LAYERS, WARMUP = 4, 3
+FLUSH_BYTES = 2**28  # several times the L2 cache
 
 
 class Stub:
@@ -56,6 +56,22 @@ def choice(config, times, rows, gathered_rows, ahead_rows, link):
     from vllm.v1.attention.ops.ckv_plan import gather_costs_more
 
     return "exchange" if gather_costs_more(dataclasses.replace(config, link_gbps=link), times, rows, gathered_rows, ahead_rows) else "gather"
+
+
+def milliseconds(function, repeats):
+    """Median time on the GPU, with a flushed L2 cache and a host that is ahead: a rest of 2 ms lets it enqueue everything."""
+    scratch, times = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda"), []
+    for number in range(WARMUP + repeats):
+        scratch.zero_()
+        rest(0.002)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        if number >= WARMUP:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
 
 
 # ---- one GPU
@@ -167,7 +183,7 @@ class NcclWorld:
         self.ahead = self.me.impl.ckv_workspace
         self.now = CKVGatherWorkspace(self.ahead.prefetch.buffers[0])  # the same memory
         self.everybody = get_tp_group().device_communicator.pynccl_comm
-        self.flag, self.scratch = torch.zeros(1, device=device), torch.empty(2**28, dtype=torch.uint8, device=device)
+        self.flag, self.scratch = torch.zeros(1, device=device), torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def measure(self, contexts, rows, repeats):
         from vllm.v1.attention.ops.dcp_cost import FLASHMLA_SM90
@@ -226,7 +242,7 @@ class NcclWorld:
             for name in turns(times, number):
                 torch.cuda.synchronize()
                 self.scratch.zero_()
-                rest(0.002)
+                rest(0.012)  # the host needs about 1 ms a layer
                 self.everybody.all_reduce(self.flag)
                 events = []
                 run(name, events)

@@ -13,6 +13,7 @@ With T rows, C gathered rows of all ranks, W ranks of h heads each and B = link:
     exchange  (W - 1) T h (1152 + 1024 + 4 W) / B  queries, outputs and LSEs of others
               + fp8 kernel on W h heads + T * merge + launches
     gather    (W - 1) / W * C * record / B         records of the other ranks
+              + C / W * pack                        this rank's, out of its pages
               + fp8 kernel, or C * upconvert + bf16 kernel, on h heads + launches
 
 Attention kernels take a thread block for each row and 64 heads. The fp8 kernel splits
@@ -33,14 +34,16 @@ class KernelTimes:
 
     blocks: thread blocks that run at once. fp8_wave, bf16_wave: a wave of them, each
     64 heads of a row with all of its top-k. fp8_start: of a launch that is split.
-    upconvert: a gathered row. merge: a row of one gathered head. exchange_launches,
-    gather_launches: what a path takes with next to no rows, collectives included.
+    pack: a row of this rank's share. upconvert: a gathered row. merge: a row of one
+    gathered head. exchange_launches, gather_launches: what a path takes with next to
+    no rows, its three collectives or its one included.
     """
 
     blocks: int
     fp8_wave: float
     bf16_wave: float
     fp8_start: float
+    pack: float
     upconvert: float
     merge: float
     exchange_launches: float
@@ -52,10 +55,11 @@ FLASHMLA_SM90 = KernelTimes(
     fp8_wave=108e-6,
     bf16_wave=66e-6,
     fp8_start=15e-6,
-    upconvert=0.63e-9,
-    merge=0.5e-9,
-    exchange_launches=100e-6,
-    gather_launches=60e-6,
+    pack=0.3e-9,
+    upconvert=0.6e-9,
+    merge=1.2e-9,
+    exchange_launches=90e-6,
+    gather_launches=40e-6,
 )
 
 
@@ -135,7 +139,8 @@ def gather_seconds(
 
     if times is None:
         return link(gathered_rows - ahead_rows)
-    kernel = times.gather_launches + min(
+    pack = times.pack * gathered_rows / dcp_world_size
+    kernel = pack + times.gather_launches + min(
         fp8_seconds(times, rows, local_heads),
         bf16_seconds(times, rows, local_heads, gathered_rows),
     )
