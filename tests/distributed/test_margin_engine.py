@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's whole engine on CPU ranks over gloo, with the model whose answers hang on single KV rows: what tests/gpu/test_engine.py does
+on GPUs with long prompts. Compiled operations are torch (engine_on_cpu.py)."""
+import pytest
+import vllm.entrypoints.llm  # noqa: F401  once, before the ranks fork
+
+from tests.distributed import engine_on_cpu
+from tests.distributed.ranks import run_ranks
+from tests.gpu import engine_ranks, margin_deepseek, ranks, tiny_deepseek
+from tests.gpu._ckv_ranks import broken
+from tests.gpu.margin_deepseek import Spec
+from tests.gpu.margin_prompts import judge, make_prompt
+
+pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeout(900)]
+
+SPEC = Spec(lines=24, threads=6)
+ENGINE = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 4, "block_size": 64, "kv_cache_memory_bytes": 32 << 20}
+ENVIRONMENT = ranks.ENVIRONMENT | {ranks.CHOICE: "gloo", "VLLM_DISABLE_PYNCCL": "1", "VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
+
+
+def _job(model, rounds, dcp=1, interleave=1, engine=None, max_tokens=3):
+    return {"model": str(model), "rounds": [[p.tokens for p in batch] for batch in rounds], "dcp": dcp, "interleave": interleave,
+            "engine": ENGINE | (engine or {}), "max_tokens": max_tokens}  # fmt: skip
+
+
+def _run(work, world, job, flags="off"):
+    results = run_ranks(work, world, job, env=ENVIRONMENT | engine_ranks.FLAGS[flags], timeout=850)
+    assert all(r == results[0] for r in results), "ranks answered differently"
+    return results[0]
+
+
+def _both(rank, world, job):
+    engine_on_cpu.install()
+    return engine_ranks.generate_both(rank, world, job)
+
+
+def test_an_engine_changes_its_weights(tmp_path):
+    """Random weights first, which know nothing of the other model's questions."""
+    margin = margin_deepseek.write(tmp_path / "margin", SPEC)
+    random = tiny_deepseek.write(tmp_path / "random", like=margin_deepseek.config(SPEC))
+    rounds = [[make_prompt(SPEC, 12, new_tokens=2), make_prompt(SPEC, 40, new_tokens=3)]]
+    job = _job(random, rounds, max_tokens=2) | {"margin": _job(margin, rounds)}
+    answers, found = _run(_both, 1, job)
+    for prompt, answer in zip(rounds[0], answers[0], strict=True):
+        assert [token for token, *_ in answer] != [ask.answer for ask in prompt.generated[:2]]
+    answers, smallest = judge(rounds, found)
+    assert answers == sum(len(p.asks) + len(p.generated) for p in rounds[0]) and 5 <= smallest <= 7
+
+
+def _drafts(rank, world, job):
+    """Answers, and how many tokens each decode step gave a request."""
+    engine_on_cpu.install()
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update, accepted = Scheduler.update_from_output, []
+
+    def recorded(self, scheduled, output):
+        accepted.extend(len(tokens) for name, tokens in zip(output.req_ids, output.sampled_token_ids) if scheduled.scheduled_spec_decode_tokens.get(name))
+        return update(self, scheduled, output)
+
+    Scheduler.update_from_output = recorded
+    return engine_ranks.generate_margin(rank, world, job), accepted
+
+
+def test_twins_and_drafts(tmp_path):
+    """DCP 2 with a prefix cache and the MTP layer: twins in one step find what the first of them is about to write; all drafts are right."""
+    spec = Spec(lines=24, threads=6, mtp=1)
+    shared = make_prompt(spec, 129)
+    rounds = [[make_prompt(spec, 129 + tail, seed, shared.tokens, new_tokens=7) for seed, tail in enumerate((12, 1, 30))]]
+    engine = {"enable_prefix_caching": True, "max_num_batched_tokens": 256, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    found, accepted = _run(_drafts, 2, _job(margin_deepseek.write(tmp_path, spec), rounds, dcp=2, engine=engine, max_tokens=7))
+    assert [cached for cached, _ in found[0]] == [0, 128, 128]
+    answers, smallest = judge(rounds, found, 2, 1)
+    assert answers == sum(len([a for a in p.asks if a.position >= cached]) + 7 for p, (cached, _) in zip(rounds[0], found[0])) and smallest >= 5
+    assert accepted == [3] * 6  # two steps of three tokens for each, after the first token
+
+
+def _breaks(rank, world, job, names):
+    engine_on_cpu.install()
+    llm = engine_ranks.make_engine(world, job)
+    found = []
+    for how, batch in zip(names, job["rounds"], strict=True):
+        with broken(how):
+            found += engine_ranks.answer_margin(llm, job | {"rounds": [batch]})
+    return found
+
+
+def test_a_broken_gather_is_seen(tmp_path):
+    names = ["nothing", "local-clamp", "nothing", "wrong-start", "stale-workspace"]
+    rounds = [[make_prompt(SPEC, 34, seed, new_tokens=2)] for seed in range(len(names))]
+    job = _job(margin_deepseek.write(tmp_path, SPEC), rounds, dcp=2, interleave=16, max_tokens=2)
+    results = run_ranks(_breaks, 2, job, names, env=ENVIRONMENT | engine_ranks.FLAGS["gather"], timeout=850)
+    for how, prompts, *found in zip(names, rounds, *results, strict=True):
+        if how == "nothing":
+            assert found[0] == found[1]
+            judge([prompts], [found[0]], 2, 16)
+        else:
+            with pytest.raises(AssertionError, match="answers wrong") as seen:
+                judge([prompts], [found[0]], 2, 16)
+            print(how, seen.value)
