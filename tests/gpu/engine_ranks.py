@@ -7,12 +7,14 @@ from typing import Any
 
 from . import gloo_communicator, ranks
 
+# What gathers does so whatever it costs, so that short prompts take that path, too; "cost" as an operator sets it.
 FLAGS = {
     "off": {},
     "split": {"VLLM_DCP_QUERY_SPLIT": "1"},
-    "gather": {"VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "0"},
-    "prefetch": {"VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "1"},
-    "all": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "1"},
+    "gather": {"VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "0"},
+    "prefetch": {"VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "1"},
+    "all": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "1"},
+    "cost": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "1"},
 }
 
 
@@ -87,6 +89,15 @@ def generate(rank: int, world: int, job: dict[str, Any]) -> list[list[list[tuple
 def generate_margin(rank: int, world: int, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tuple[int, float]]]]]:
     """The same for a checkpoint of margin_deepseek.py, with the answers at every position: see `answer_margin`."""
     return answer_margin(make_engine(world, job), job)
+
+
+def generate_broken(rank: int, world: int, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tuple[int, float]]]]]:
+    """`generate_margin` with a fault of `_ckv_ranks.broken` put in by hand: `job["broken"]`."""
+    from ._ckv_ranks import broken
+
+    llm = make_engine(world, job)
+    with broken(job["broken"]):
+        return answer_margin(llm, job)
 
 
 def generate_both(rank: int, world: int, job: dict[str, Any]) -> tuple[list, list]:
