@@ -67,7 +67,7 @@ class Model:
         self.host_delays = host_delays
         self.config = ckv_config.CKVGatherConfig(
             dcp_world_size=world, dcp_rank=rank, interleave=interleave, min_tokens=0, max_tokens=requests * max_len, max_num_seqs=requests,
-            max_num_batched_tokens=max_tokens, record_bytes=RECORD, decode_query_len=1, local_heads=16, link_gbps=150, always=True, prefetch=prefetch,
+            max_num_batched_tokens=max_tokens, record_bytes=RECORD, decode_query_len=1, local_heads=16, link_gbps=220, always=True, prefetch=prefetch,
         )  # fmt: skip
         workspace.reset_workspace_manager()
         workspace.init_workspace_manager(self.device)

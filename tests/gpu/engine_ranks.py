@@ -73,9 +73,11 @@ def answer_margin(llm, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tu
         rounds.append([])
         for output in llm.generate([{"prompt_token_ids": p} for p in batch], params, use_tqdm=False):
             last = len(output.prompt_token_ids) - 1
-            # The table of a position is that of the token behind it. What came from the prefix cache has none.
-            tables = [table for table in output.prompt_logprobs if table]
-            found = {last - len(tables) + i: _best(table) for i, table in enumerate(tables)}
+            # The table of a position is that of the token behind it. What came from the prefix cache has none, on runner V1 one of
+            # zeros.
+            computed = last - output.num_cached_tokens
+            tables = output.prompt_logprobs[len(output.prompt_logprobs) - computed :]
+            found = {output.num_cached_tokens + i: _best(table) for i, table in enumerate(tables)}
             found |= {last + i: _best(table) for i, table in enumerate(output.outputs[0].logprobs)}
             rounds[-1].append((output.num_cached_tokens, found))
     return rounds

@@ -44,7 +44,7 @@ CONFIG = CKVGatherConfig(
     record_bytes=656,
     decode_query_len=1,
     local_heads=16,
-    link_gbps=150,
+    link_gbps=220,
 )
 GOOD = dict(prefill_tokens=17, context_tokens=1000)
 
@@ -137,7 +137,7 @@ def test_configuration(monkeypatch, dcp_rank, cache_dtype, record):
     monkeypatch.setenv("VLLM_DCP_CKV_GATHER", "1")
     monkeypatch.setenv("VLLM_DCP_CKV_PREFETCH", "0")
     config = CKVGatherConfig.from_vllm_config(make_config(4, interleave=16, max_model_len=1 << 20), cache_dtype)
-    assert config == CKVGatherConfig(4, 1, 16, 16, 524288, 8, 512, record, 1, 4, 150, False, False, 61)
+    assert config == CKVGatherConfig(4, 1, 16, 16, 524288, 8, 512, record, 1, 4, 220, False, False, 61)
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])

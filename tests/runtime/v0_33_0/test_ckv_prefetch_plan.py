@@ -175,7 +175,7 @@ def test_copy_refuses():
 
 def config(prefetch=True, **changes):
     values = dict(dcp_world_size=2, dcp_rank=0, interleave=1, min_tokens=0, max_tokens=100_000, max_num_seqs=4, max_num_batched_tokens=8192,
-                  record_bytes=656, decode_query_len=1, local_heads=16, link_gbps=150, always=True, prefetch=prefetch)  # fmt: skip
+                  record_bytes=656, decode_query_len=1, local_heads=16, link_gbps=220, always=True, prefetch=prefetch)  # fmt: skip
     return CKVGatherConfig(**(values | changes))
 
 

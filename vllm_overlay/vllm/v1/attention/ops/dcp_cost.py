@@ -34,9 +34,11 @@ class KernelTimes:
 
     blocks: thread blocks that run at once. fp8_wave, bf16_wave: a wave of them, each
     64 heads of a row with all of its top-k. fp8_start: of a launch that is split.
-    pack: a row of this rank's share. upconvert: a gathered row. merge: a row of one
-    gathered head. exchange_launches, gather_launches: what a path takes with next to
-    no rows, its three collectives or its one included.
+    pack: a row of this rank's share. pack_ahead: such a row of a look-ahead, which packs
+    with few thread blocks so that the layer before keeps its multiprocessors.
+    upconvert: a gathered row. merge: a row of one gathered head, the copies around the
+    collectives included. exchange_launches, gather_launches: what a path takes with
+    next to no rows, its three collectives or its one included.
     """
 
     blocks: int
@@ -44,6 +46,7 @@ class KernelTimes:
     bf16_wave: float
     fp8_start: float
     pack: float
+    pack_ahead: float
     upconvert: float
     merge: float
     exchange_launches: float
@@ -56,9 +59,10 @@ FLASHMLA_SM90 = KernelTimes(
     bf16_wave=66e-6,
     fp8_start=15e-6,
     pack=0.3e-9,
+    pack_ahead=2.5e-9,
     upconvert=0.6e-9,
-    merge=1.2e-9,
-    exchange_launches=90e-6,
+    merge=4.6e-9,
+    exchange_launches=130e-6,
     gather_launches=40e-6,
 )
 
@@ -139,9 +143,11 @@ def gather_seconds(
 
     if times is None:
         return link(gathered_rows - ahead_rows)
-    pack = times.pack * gathered_rows / dcp_world_size
-    kernel = pack + times.gather_launches + min(
+    late_rows = gathered_rows - ahead_rows
+    kernel = times.gather_launches + min(
         fp8_seconds(times, rows, local_heads),
         bf16_seconds(times, rows, local_heads, gathered_rows),
     )
-    return link(gathered_rows - ahead_rows) + max(link(ahead_rows), kernel)
+    late = times.pack * late_rows / dcp_world_size + link(late_rows)
+    ahead = times.pack_ahead * ahead_rows / dcp_world_size + link(ahead_rows)
+    return late + max(ahead, kernel)
