@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.mla.indexer import balanced_prefill_row_shard
 from vllm.v1.attention.ops import query_split
 from vllm.v1.worker.workspace import init_workspace_manager
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed import indexer_reference
 from tests.distributed.indexer_batch import (
     FLAG,

@@ -411,11 +411,13 @@ def error(got, reference):
 
 @contextlib.contextmanager
 def broken(how):
-    """A wrong gather: "local-clamp", "wrong-start", "stale-workspace" or "nothing"."""
+    """A wrong gather: "local-clamp", "wrong-start", "wrong-unit", "stale-workspace", a wrong look-ahead: "own-history", or "nothing"."""
     import vllm.v1.attention.backends.mla.flashmla_ckv_gather as backend
     import vllm.v1.attention.ops.ckv_gather as core
 
-    remap, gather = backend.map_global_topk_to_gathered_ckv, core.all_gather_bytes
+    import vllm.v1.attention.ops.ckv_plan as planning
+
+    remap, gather, written = backend.map_global_topk_to_gathered_ckv, core.all_gather_bytes, planning.rows_written_by_batch
 
     def local_clamp(ids, req_ids, causal, starts, padded, world, interleave, **kwargs):
         causal = causal // (world * interleave) * interleave + (causal % (world * interleave)).clamp(max=interleave)
@@ -426,10 +428,20 @@ def broken(how):
         starts[-1, -1] += 1
         return remap(ids, req_ids, causal, starts, padded, world, interleave, **kwargs)
 
+    def wrong_unit(ids, req_ids, causal, starts, padded, world, interleave, **kwargs):
+        return remap(ids, req_ids, causal, starts, padded, world, 2 * interleave, **kwargs)
+
+    def own_history(table, table_rows, starts, ends, readers, history, world):
+        return np.empty((0, 3), dtype=np.int64)
+
     if how == "local-clamp":
         backend.map_global_topk_to_gathered_ckv = local_clamp
     elif how == "wrong-start":
         backend.map_global_topk_to_gathered_ckv = wrong_start
+    elif how == "wrong-unit":
+        backend.map_global_topk_to_gathered_ckv = wrong_unit
+    elif how == "own-history":
+        planning.rows_written_by_batch = own_history
     elif how == "stale-workspace":
         core.all_gather_bytes = lambda gathered, local, group: None
     else:
@@ -437,7 +449,7 @@ def broken(how):
     try:
         yield
     finally:
-        backend.map_global_topk_to_gathered_ckv, core.all_gather_bytes = remap, gather
+        backend.map_global_topk_to_gathered_ckv, core.all_gather_bytes, planning.rows_written_by_batch = remap, gather, written
 
 
 # ------------------------------------------------------------------------------------------------ the CPU

@@ -7,12 +7,14 @@ from typing import Any
 
 from . import gloo_communicator, ranks
 
+# What gathers does so whatever it costs, so that short prompts take that path, too; "cost" as an operator sets it.
 FLAGS = {
     "off": {},
     "split": {"VLLM_DCP_QUERY_SPLIT": "1"},
-    "gather": {"VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "0"},
-    "prefetch": {"VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "1"},
-    "all": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "1"},
+    "gather": {"VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "0"},
+    "prefetch": {"VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "1"},
+    "all": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "1"},
+    "cost": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "1"},
 }
 
 
@@ -71,9 +73,11 @@ def answer_margin(llm, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tu
         rounds.append([])
         for output in llm.generate([{"prompt_token_ids": p} for p in batch], params, use_tqdm=False):
             last = len(output.prompt_token_ids) - 1
-            # The table of a position is that of the token behind it. What came from the prefix cache has none.
-            tables = [table for table in output.prompt_logprobs if table]
-            found = {last - len(tables) + i: _best(table) for i, table in enumerate(tables)}
+            # The table of a position is that of the token behind it. What came from the prefix cache has none, on runner V1 one of
+            # zeros.
+            computed = last - output.num_cached_tokens
+            tables = output.prompt_logprobs[len(output.prompt_logprobs) - computed :]
+            found = {output.num_cached_tokens + i: _best(table) for i, table in enumerate(tables)}
             found |= {last + i: _best(table) for i, table in enumerate(output.outputs[0].logprobs)}
             rounds[-1].append((output.num_cached_tokens, found))
     return rounds
@@ -87,6 +91,15 @@ def generate(rank: int, world: int, job: dict[str, Any]) -> list[list[list[tuple
 def generate_margin(rank: int, world: int, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tuple[int, float]]]]]:
     """The same for a checkpoint of margin_deepseek.py, with the answers at every position: see `answer_margin`."""
     return answer_margin(make_engine(world, job), job)
+
+
+def generate_broken(rank: int, world: int, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tuple[int, float]]]]]:
+    """`generate_margin` with a fault of `_ckv_ranks.broken` put in by hand: `job["broken"]`."""
+    from ._ckv_ranks import broken
+
+    llm = make_engine(world, job)
+    with broken(job["broken"]):
+        return answer_margin(llm, job)
 
 
 def generate_both(rank: int, world: int, job: dict[str, Any]) -> tuple[list, list]:

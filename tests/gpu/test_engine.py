@@ -15,8 +15,8 @@ requests. SOAK_TOLERANCE and SOAK_SHARE allow for that.
 """
 import concurrent.futures
 import dataclasses
-import functools
 import multiprocessing
+import pathlib
 
 import pytest
 
@@ -55,6 +55,11 @@ def models(tmp_path_factory) -> Models:
 
 
 @pytest.fixture(scope="session")
+def mtp_model(tmp_path_factory) -> str:
+    return str(margin_deepseek.write(tmp_path_factory.mktemp("mtp"), Spec(mtp=1)))
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory) -> str:
     """Random weights in their own shape."""
     return str(tiny_deepseek.write(tmp_path_factory.mktemp("model")))
@@ -73,7 +78,6 @@ def rounds_of(kind: str) -> tuple[list[list[Prompt]], int]:
     return [[make_prompt(SPEC, n) for n in LENGTHS] + [make_prompt(SPEC, 1500, seed, shared.tokens) for seed in (1, 2)]], 12
 
 
-@functools.cache
 def _run(models: Models, world: tuple[int, int, int, str], kind: str):
     tp, dcp, interleave, flags = world
     prompts = engine_ranks.prompts(LENGTHS)
@@ -92,9 +96,41 @@ def _run(models: Models, world: tuple[int, int, int, str], kind: str):
         return failure
 
 
-def both(models: Models, world: tuple[int, int, int, str], kind: str = "plain"):
-    """(answers of the random model, those of the one with margins) of one world, which runs once; every rank must agree."""
-    results = _run(models, world, kind)
+class SideBySide:
+    """Worlds that the selected tests need, each run once, four at a time: most of a world's time is its start."""
+
+    def __init__(self):
+        self.pool, self.worlds = concurrent.futures.ThreadPoolExecutor(4), {}
+
+    def start(self, key, run, *args):
+        if key not in self.worlds:
+            self.worlds[key] = self.pool.submit(run, *args)
+
+    def result(self, key, run, *args):
+        self.start(key, run, *args)
+        return self.worlds[key].result()
+
+
+@pytest.fixture(scope="session")
+def worlds(request, models, mtp_model):
+    """Starts what the session's tests will ask for."""
+    side_by_side = SideBySide()
+    for item in request.session.items:
+        world = getattr(item, "callspec", None) and item.callspec.params.get("world")
+        if item.path.name != pathlib.Path(__file__).name or world is None:
+            continue
+        if item.originalname in ("test_against_tp1", "test_margin"):
+            for key in {REFERENCE, world} if item.originalname == "test_against_tp1" else {world}:
+                side_by_side.start((key, "plain"), _run, models, key, "plain")
+        elif item.originalname in ("test_twins", "test_broken_on_purpose_is_seen"):
+            side_by_side.start(world, _run_twins, models.margin, mtp_model, world)
+    yield side_by_side
+    side_by_side.pool.shutdown(cancel_futures=True)
+
+
+def both(worlds: SideBySide, models: Models, world: tuple[int, int, int, str], kind: str = "plain"):
+    """(answers of the random model, those of the one with margins) of one world; every rank must agree."""
+    results = worlds.result((world, kind), _run, models, world, kind)
     if isinstance(results, AssertionError):
         raise results
     assert all(r == results[0] for r in results), "ranks answered differently"
@@ -127,9 +163,9 @@ def compare(reference, found, tolerance: float = TOLERANCE) -> Difference:
     return result
 
 
-def test_repeat_noise(models):
+def test_repeat_noise(worlds, models):
     again = ranks.run_ranks(engine_ranks.generate, 1, {"model": models.random, "rounds": [engine_ranks.prompts(LENGTHS)]}, timeout=500)[0]
-    noise = compare(both(models, REFERENCE)[0], again)
+    noise = compare(both(worlds, models, REFERENCE)[0], again)
     print(f"repeat of TP1: largest difference {noise.largest:.4f} over {noise.compared} tokens")
 
 
@@ -138,26 +174,26 @@ def _name(world: tuple[int, int, int, str]) -> str:
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=_name)
-def test_against_tp1(models, world):
-    found = compare(both(models, REFERENCE)[0], both(models, world)[0])
+def test_against_tp1(worlds, models, world):
+    found = compare(both(worlds, models, REFERENCE)[0], both(worlds, models, world)[0])
     print(f"{world}: largest difference {found.largest:.4f} over {found.compared} tokens, {found.near_ties} near-ties")
 
 
 @pytest.mark.parametrize("world", [REFERENCE, *WORLDS], ids=_name)
-def test_margin(models, world):
-    answers, smallest = judge(rounds_of("plain")[0], both(models, world)[1], *world[1:3])
+def test_margin(worlds, models, world):
+    answers, smallest = judge(rounds_of("plain")[0], both(worlds, models, world)[1], *world[1:3])
     print(f"{world}: {answers} answers right, smallest lead {smallest:.2f}")
 
 
 @pytest.mark.parametrize("kind", ["prefix", "preempt"])
-def test_prefix_cache_and_preemption(models, kind):
-    compare(both(models, REFERENCE, kind)[0], both(models, (4, 2, 64, "all"), kind)[0])
+def test_prefix_cache_and_preemption(worlds, models, kind):
+    compare(both(worlds, models, REFERENCE, kind)[0], both(worlds, models, (4, 2, 64, "all"), kind)[0])
 
 
 @pytest.mark.parametrize("world", [REFERENCE, (4, 2, 64, "all")], ids=_name)
 @pytest.mark.parametrize("kind", ["prefix", "preempt"])
-def test_margin_prefix_cache_and_preemption(models, kind, world):
-    found = both(models, world, kind)[1]
+def test_margin_prefix_cache_and_preemption(worlds, models, kind, world):
+    found = both(worlds, models, world, kind)[1]
     answers, smallest = judge(rounds_of(kind)[0], found, *world[1:3])
     hits = [[cached for cached, _ in outputs] for outputs in found]
     print(f"{world}, {kind}: {answers} answers right, smallest lead {smallest:.2f}, cached tokens {hits}")
@@ -183,6 +219,76 @@ def test_margin_shapes(tmp_path, tp, dcp, interleave, flags, spec):
     assert all(r == results[0] for r in results), "ranks answered differently"
     answers, smallest = judge(rounds, results[0], dcp, interleave)
     print(f"{spec}: {answers} answers right, smallest lead {smallest:.2f}")
+
+
+# ------------------------------------------------------------------------------------------------ same prefix, same step
+
+# (flags, interleave, drafts, model runner V2, fault put in by hand), all at TP2/DCP2.
+TWINS = [(flags, interleave, drafts, 1, "nothing") for drafts in (0, 1) for flags in ("gather", "prefetch", "all") for interleave in (1, 64)] + [
+    ("all", 64, 0, 0, "nothing"), ("all", 1, 1, 0, "nothing"), ("cost", 64, 0, 1, "nothing"), ("off", 1, 0, 1, "nothing")]  # fmt: skip
+BROKEN = [("all", interleave, 0, v2, how) for how, interleave, v2 in (("own-history", 1, 1), ("own-history", 64, 0), ("local-clamp", 1, 1), ("wrong-start", 64, 1), ("wrong-unit", 1, 1))]
+
+
+def twins(spec: Spec) -> list[list[Prompt]]:
+    """After a prompt that lets the prefetch find its layers: five prompts that begin alike, together; eight that share three prefixes;
+    and new ones behind prefixes of all of these, which their requests left in the cache."""
+    prefixes = [make_prompt(spec, n, 10 + n) for n in (1400, 700, 2100, 900)]
+
+    def behind(prefix, n, seed):
+        return make_prompt(spec, len(prefix.tokens) + n, seed, prefix.tokens)
+
+    first, *three = prefixes
+    return [
+        [make_prompt(spec, 3000)],
+        [behind(first, n, seed) for seed, n in enumerate((150, 40, 33, 300, 64))],
+        [behind(three[i % 3], 30 + 20 * i, 20 + i) for i in range(8)],
+        [behind(prefix, 50, 40 + i) for i, prefix in enumerate(prefixes)],
+    ]
+
+
+def _run_twins(plain: str, mtp: str, world):
+    flags, interleave, drafts, v2, broken = world
+    engine = {"enable_prefix_caching": True, "max_num_batched_tokens": 8192}
+    if drafts:
+        engine["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
+    job = {"model": mtp if drafts else plain, "dcp": 2, "interleave": interleave, "rounds": [[p.tokens for p in batch] for batch in twins(Spec(mtp=drafts))], "max_tokens": 12,
+           "engine": engine, "broken": broken}  # fmt: skip
+    try:
+        return ranks.run_ranks(engine_ranks.generate_broken, 2, job, env=engine_ranks.FLAGS[flags] | {"VLLM_USE_V2_MODEL_RUNNER": str(v2)}, timeout=500)
+    except AssertionError as failure:
+        return failure
+
+
+def twin_answers(worlds: SideBySide, models: Models, mtp_model: str, world):
+    """(rounds of prompts, the answers of rank 0) of one world; every rank must agree."""
+    results = worlds.result(world, _run_twins, models.margin, mtp_model, world)
+    if isinstance(results, AssertionError):
+        raise results
+    assert all(r == results[0] for r in results), "ranks answered differently"
+    return twins(Spec(mtp=world[2])), results[0]
+
+
+def _twin_name(world) -> str:
+    flags, interleave, drafts, v2, how = world
+    return f"{flags}-i{interleave}-mtp{drafts}-v{1 + v2}" + (f"-{how}" if how != "nothing" else "")
+
+
+@pytest.mark.parametrize("world", TWINS, ids=_twin_name)
+def test_twins(worlds, models, mtp_model, world):
+    """Requests of one step that find blocks which another one of the same step fills: with prefix caching upstream hands those out."""
+    rounds, found = twin_answers(worlds, models, mtp_model, world)
+    hits = [[cached for cached, _ in outputs] for outputs in found]
+    assert sum(h > 0 for h in hits[1]) == 4 and sum(h > 0 for h in hits[2]) >= 4 and all(hits[3]), f"the prefix cache was not used as meant: {hits}"
+    answers, smallest = judge(rounds, found, 2, world[1])
+    print(f"{world}: {answers} answers right, smallest lead {smallest:.2f}, cached tokens {hits}")
+
+
+@pytest.mark.parametrize("world", BROKEN, ids=_twin_name)
+def test_broken_on_purpose_is_seen(worlds, models, mtp_model, world):
+    rounds, found = twin_answers(worlds, models, mtp_model, world)
+    with pytest.raises(AssertionError, match="answers wrong") as seen:
+        judge(rounds, found, 2, world[1])
+    print(f"{world}: {str(seen.value).splitlines()[0]}")
 
 
 def test_soak(model):

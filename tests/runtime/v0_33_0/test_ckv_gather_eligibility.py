@@ -7,9 +7,11 @@ import pytest
 import torch
 from vllm import envs
 from vllm.distributed import parallel_state
-from vllm.v1.attention.ops import ckv_gather, ckv_plan
+from vllm.v1.attention.ops import ckv_config, ckv_gather, ckv_plan
+from vllm.v1.attention.ops.ckv_config import CKVGatherConfig, CKVGatherFlags, ckv_gather_flags
 from vllm.v1.attention.ops.ckv_gather import reserve_ckv_gather_workspace
-from vllm.v1.attention.ops.ckv_plan import CKVGatherConfig, ckv_gather_flags, ckv_gather_refusal
+from vllm.v1.attention.ops.ckv_layout import ckv_layout
+from vllm.v1.attention.ops.ckv_plan import ckv_gather_refusal
 from vllm.v1.worker import workspace
 
 from tests.gpu._ckv_ranks import make_config
@@ -28,7 +30,7 @@ def clean_flags(monkeypatch):
 
 @pytest.fixture
 def dcp_rank(monkeypatch):
-    monkeypatch.setattr(ckv_plan, "get_dcp_group", lambda: type("Group", (), {"rank_in_group": 1}))
+    monkeypatch.setattr(ckv_config, "get_dcp_group", lambda: type("Group", (), {"rank_in_group": 1}))
 
 
 CONFIG = CKVGatherConfig(
@@ -41,6 +43,8 @@ CONFIG = CKVGatherConfig(
     max_num_batched_tokens=64,
     record_bytes=656,
     decode_query_len=1,
+    local_heads=16,
+    link_gbps=220,
 )
 GOOD = dict(prefill_tokens=17, context_tokens=1000)
 
@@ -58,7 +62,6 @@ GOOD = dict(prefill_tokens=17, context_tokens=1000)
         (dict(context_tokens=1001), "context above the maximum"),
         (dict(prefill_tokens=0, context_tokens=0), "no prefill rows"),
         (dict(dense_mha=True), "dense MHA prefill"),
-        (dict(spec_verify=True), "speculative verification"),
         (dict(capturing=True), "CUDA graph capture"),
     ],
 )
@@ -73,10 +76,10 @@ def test_predicate_of_the_configuration(change, reason):
 
 def test_predicate_truth_table():
     """Every combination: it gathers exactly if no fact speaks against it."""
-    for tokens, context, dense, spec, capturing, dbo, world in itertools.product((0, 15, 16, 17), (0, 1000, 1001), *[(False, True)] * 4, (1, 4)):
+    for tokens, context, dense, capturing, dbo, world in itertools.product((0, 15, 16, 17), (0, 1000, 1001), *[(False, True)] * 3, (1, 4)):
         config = dataclasses.replace(CONFIG, dbo=dbo, dcp_world_size=world)
-        refusal = ckv_gather_refusal(config, prefill_tokens=tokens, context_tokens=context, dense_mha=dense, spec_verify=spec, capturing=capturing)
-        gathers = tokens == 17 and context <= 1000 and not (dense or spec or capturing or dbo) and world == 4
+        refusal = ckv_gather_refusal(config, prefill_tokens=tokens, context_tokens=context, dense_mha=dense, capturing=capturing)
+        gathers = tokens == 17 and context <= 1000 and not (dense or capturing or dbo) and world == 4
         assert (refusal is None) == gathers
 
 
@@ -85,14 +88,14 @@ def test_predicate_truth_table():
 
 def test_flag_defaults():
     assert (envs.VLLM_DCP_CKV_GATHER, envs.VLLM_DCP_CKV_GATHER_MIN_TOKENS, envs.VLLM_DCP_CKV_GATHER_MAX_TOKENS) == (False, 16, 524288)
-    assert ckv_gather_flags() == ckv_gather_flags(b12x=True) == ckv_plan.CKVGatherFlags(False, 16, 524288)
+    assert ckv_gather_flags() == ckv_gather_flags(b12x=True) == CKVGatherFlags(False, False, 16, 524288)
 
 
 def test_b12x_names_win_for_b12x_alone(monkeypatch):
     for name, value in zip(NAMES, ("1", "5", "4096"), strict=True):
         monkeypatch.setenv(f"VLLM_B12X_MLA_{name}", value)
-    assert ckv_gather_flags() == ckv_plan.CKVGatherFlags(False, 16, 524288)
-    assert ckv_gather_flags(b12x=True) == ckv_plan.CKVGatherFlags(True, 5, 4096)
+    assert ckv_gather_flags() == CKVGatherFlags(False, False, 16, 524288)
+    assert ckv_gather_flags(b12x=True) == CKVGatherFlags(True, False, 5, 4096)
     monkeypatch.setenv("VLLM_DCP_CKV_GATHER", "1")
     monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER", "0")
     assert ckv_gather_flags().enabled and not ckv_gather_flags(b12x=True).enabled
@@ -101,7 +104,7 @@ def test_b12x_names_win_for_b12x_alone(monkeypatch):
 def test_dcp_names_serve_b12x_too(monkeypatch):
     for name, value in zip(NAMES, ("1", "7", "900"), strict=True):
         monkeypatch.setenv(f"VLLM_DCP_{name}", value)
-    assert ckv_gather_flags(b12x=True) == ckv_plan.CKVGatherFlags(True, 7, 900)
+    assert ckv_gather_flags(b12x=True) == CKVGatherFlags(True, False, 7, 900)
 
 
 @pytest.mark.parametrize("name, value", [("MIN_TOKENS", "-1"), ("MAX_TOKENS", "0"), ("MIN_TOKENS", "many"), ("MAX_TOKENS", "")])
@@ -134,7 +137,7 @@ def test_configuration(monkeypatch, dcp_rank, cache_dtype, record):
     monkeypatch.setenv("VLLM_DCP_CKV_GATHER", "1")
     monkeypatch.setenv("VLLM_DCP_CKV_PREFETCH", "0")
     config = CKVGatherConfig.from_vllm_config(make_config(4, interleave=16, max_model_len=1 << 20), cache_dtype)
-    assert config == CKVGatherConfig(4, 1, 16, 16, 524288, 8, 512, record, 1, False, 61)
+    assert config == CKVGatherConfig(4, 1, 16, 16, 524288, 8, 512, record, 1, 4, 220, False, False, 61)
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
@@ -167,7 +170,7 @@ def test_capacity_holds_the_worst_batch(world, interleave, seqs, total):
     worst = [min(interleave, total // seqs)] * seqs
     stripe = world * interleave
     for lens in ([total], worst, [total - (seqs - 1)] + [1] * (seqs - 1), [(total // seqs) // stripe * stripe + min(interleave, total // seqs % stripe)] * seqs):
-        layout = ckv_plan.ckv_layout(torch.tensor(lens).numpy(), world, interleave)
+        layout = ckv_layout(torch.tensor(lens).numpy(), world, interleave)
         assert layout.padded_total <= config.rows_per_rank
 
 

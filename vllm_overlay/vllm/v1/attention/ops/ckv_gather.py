@@ -10,7 +10,7 @@ no query all-gather, no LSE, no merge.
 Whether a batch gathers is decided once per step, in the metadata builder
 (`CKVGatherPlanner.plan`), from facts that all ranks share. The layer and the backend
 read the result, so they cannot disagree and no rank can skip a collective alone.
-The plan is in `ckv_plan`, as are the layout and the formula of a record's slot.
+The plan is in `ckv_plan`, the formula of a record's slot in `ckv_layout`.
 """
 
 import functools
@@ -25,7 +25,9 @@ from vllm import _custom_ops as ops
 from vllm.distributed.copy_engines import empty_for_gathers
 from vllm.distributed.parallel_state import get_ckv_prefetch_group, get_dcp_group
 from vllm.logger import init_logger
-from vllm.v1.attention.ops.ckv_plan import CKV_PAGE_ROWS, CKVGatherConfig, CKVGatherPlan
+from vllm.v1.attention.ops.ckv_config import CKVGatherConfig
+from vllm.v1.attention.ops.ckv_layout import CKV_PAGE_ROWS
+from vllm.v1.attention.ops.ckv_plan import CKVGatherPlan
 from vllm.v1.attention.ops.ckv_prefetch_torch import CKVPrefetcher
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -248,7 +250,7 @@ def ckv_gather_attend(
         output: [tokens of the batch, local heads * v_head_dim].
 
     Returns:
-        The number of decode rows, which remain for the exchange path.
+        The number of rows before those, which remain for the exchange path.
 
     """
     plan = attn_metadata.ckv_gather
@@ -258,7 +260,7 @@ def ckv_gather_attend(
             (ql_nope, q_pe), kv_cache, attn_metadata
         )
     layer._v_up_proj(attn_out, out=output[plan.rows])
-    return plan.num_decode_tokens
+    return plan.num_exchange_tokens
 
 
 def ckv_gather_absorb_and_attend(

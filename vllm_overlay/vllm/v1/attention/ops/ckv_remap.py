@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dcp-stack project
 """Map the indexer's global token ids to slots of the gathered compressed KV.
 
-The formula of a slot, and the layout that it needs, are in `ckv_plan`.
+The formula of a slot, and the layout that it needs, are in `ckv_layout`.
 """
 
 import torch

@@ -52,13 +52,9 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
     align_blocks_to_rows,
     flat_kv_row_view,
 )
+from vllm.v1.attention.ops.ckv_config import CKVGatherConfig
 from vllm.v1.attention.ops.ckv_gather import gather_ckv, reserve_ckv_gather_workspace
-from vllm.v1.attention.ops.ckv_plan import (
-    CKVGatherConfig,
-    CKVGatherPlan,
-    CKVGatherPlanner,
-    capturing,
-)
+from vllm.v1.attention.ops.ckv_plan import CKVGatherPlan, CKVGatherPlanner, capturing
 from vllm.v1.attention.ops.ckv_remap import map_global_topk_to_gathered_ckv
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
