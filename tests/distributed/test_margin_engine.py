@@ -53,10 +53,10 @@ def _flagged(rank, world, job):
     """Answers; how often a layer was gathered ahead of itself, and how often selected ids were exchanged."""
     engine_on_cpu.install()
     from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
-    from vllm.v1.attention.ops import ckv_prefetch_torch
+    from vllm.v1.attention.ops import ckv_prefetch_plan
     from vllm.v1.attention.ops.ckv_prefetch import CKVPrefetchState
 
-    ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY = 1
+    ckv_prefetch_plan.CKV_PREFETCH_MIN_HISTORY = 1
     with mock.patch.object(CKVPrefetchState, "prepare", autospec=True, side_effect=CKVPrefetchState.prepare) as ahead, \
             mock.patch.object(PrefillRowShard, "exchange_topk", autospec=True, side_effect=PrefillRowShard.exchange_topk) as exchange:  # fmt: skip
         return engine_ranks.generate_margin(rank, world, job), ahead.call_count, exchange.call_count
