@@ -50,7 +50,7 @@ def test_an_engine_changes_its_weights(tmp_path):
 
 
 def _flagged(rank, world, job):
-    """Answers; how often a layer was gathered ahead of itself, and how often selected ids were exchanged."""
+    """Answers; how often a layer was gathered ahead of itself, how often selected ids were exchanged, and what /metrics counts."""
     engine_on_cpu.install()
     from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
     from vllm.v1.attention.ops import ckv_prefetch_plan
@@ -59,17 +59,23 @@ def _flagged(rank, world, job):
     ckv_prefetch_plan.CKV_PREFETCH_MIN_HISTORY = 1
     with mock.patch.object(CKVPrefetchState, "prepare", autospec=True, side_effect=CKVPrefetchState.prepare) as ahead, \
             mock.patch.object(PrefillRowShard, "exchange_topk", autospec=True, side_effect=PrefillRowShard.exchange_topk) as exchange:  # fmt: skip
-        return engine_ranks.generate_margin(rank, world, job), ahead.call_count, exchange.call_count
+        llm = engine_ranks.make_engine(world, job)
+        found = engine_ranks.answer_margin(llm, job)
+        counted = {(m.labels["path"], m.labels["reason"]): m.value for m in llm.get_metrics() if m.name == "vllm:dcp_prefill_batches"}
+        return found, ahead.call_count, exchange.call_count, counted
 
 
 def test_all_flags(tmp_path):
     """TP 4 and DCP 2: query split, gather and prefetch, which has history to gather, since prompts come in chunks of 32."""
-    rounds = [[make_prompt(SPEC, 60, seed, new_tokens=3) for seed in range(2)]]
-    job = _job(margin_deepseek.write(tmp_path, SPEC), rounds, dcp=2, interleave=16, engine={"max_num_batched_tokens": 32})
-    found, ahead, exchanged = _run(_flagged, 4, job, "all")
+    rounds = [[make_prompt(SPEC, 60, new_tokens=2)]]
+    job = _job(margin_deepseek.write(tmp_path, SPEC), rounds, dcp=2, interleave=16, engine={"max_num_batched_tokens": 32, "disable_log_stats": False}, max_tokens=2)
+    found, ahead, exchanged, counted = _run(_flagged, 4, job, "all")
     answers, smallest = judge(rounds, found, 2, 16)
-    assert answers == sum(len(p.asks) + 3 for p in rounds[0]) and smallest >= 5
-    assert ahead >= 4 and exchanged >= 9, (ahead, exchanged)  # two of three layers, and all three, of some steps
+    assert answers == sum(len(p.asks) + 2 for p in rounds[0]) and smallest >= 5
+    # The first chunk has no history, and every other one looks ahead.
+    chunks = -(-len(rounds[0][0].tokens) // 32)
+    assert counted == {("gather", "too little history"): 1, ("gather, looking ahead", ""): chunks - 1}
+    assert ahead >= 2 and exchanged >= 6, (ahead, exchanged)  # two of three layers, and all three, of some steps
 
 
 def _drafts(rank, world, job):
