@@ -31,10 +31,11 @@ def make_engine(world: int, job: dict[str, Any]):
     from vllm import LLM
 
     # A fixed cache size, and a small share: ranks that start together on one card cannot measure free memory.
-    arguments = {"max_model_len": 16384, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False, "distributed_executor_backend": "external_launcher"} | job.get("engine", {})
+    arguments = {"max_model_len": 16384, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False, "distributed_executor_backend": "external_launcher",
+                 "disable_log_stats": True} | job.get("engine", {})
     llm = LLM(model=job["model"], skip_tokenizer_init=True, seed=0, enforce_eager=True, kv_cache_dtype="fp8_ds_mla", tensor_parallel_size=world,
                decode_context_parallel_size=job.get("dcp", 1), cp_kv_cache_interleave_size=job.get("interleave", 1), disable_custom_all_reduce=True,
-               disable_log_stats=True, gpu_memory_utilization=0.1, attention_config={"sparse_mla_force_mqa": True, "backend": "FLASHMLA_SPARSE"}, **arguments)  # fmt: skip
+               gpu_memory_utilization=0.1, attention_config={"sparse_mla_force_mqa": True, "backend": "FLASHMLA_SPARSE"}, **arguments)  # fmt: skip
     if ranks.over_nccl(world) and arguments["distributed_executor_backend"] == "external_launcher":
         ranks.require_pynccl()
     return llm

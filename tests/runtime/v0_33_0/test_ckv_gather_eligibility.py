@@ -63,6 +63,8 @@ GOOD = dict(prefill_tokens=17, context_tokens=1000)
         (dict(prefill_tokens=0, context_tokens=0), "no prefill rows"),
         (dict(dense_mha=True), "dense MHA prefill"),
         (dict(capturing=True), "CUDA graph capture"),
+        (dict(rows=CONFIG.rows_per_rank), None),
+        (dict(rows=CONFIG.rows_per_rank + 64), "context too uneven for the buffer"),
     ],
 )
 def test_predicate(change, reason):
@@ -164,7 +166,7 @@ def test_unreachable_context_is_not_reserved(monkeypatch, dcp_rank):
 
 @pytest.mark.parametrize("world, interleave, seqs, total", [(1, 1, 8, 1000), (2, 1, 8, 1000), (8, 64, 5, 999), (3, 16, 2, 77)])
 def test_capacity_holds_the_worst_batch(world, interleave, seqs, total):
-    """Any split of the maximum over the requests fits, worst of all requests just one interleave unit above even."""
+    """Any split of the maximum over few requests fits, worst of all requests just one interleave unit above even."""
     config = dataclasses.replace(CONFIG, dcp_world_size=world, interleave=interleave, max_num_seqs=seqs, max_tokens=total)
     assert config.rows_per_rank % 64 == 0
     worst = [min(interleave, total // seqs)] * seqs
@@ -172,6 +174,28 @@ def test_capacity_holds_the_worst_batch(world, interleave, seqs, total):
     for lens in ([total], worst, [total - (seqs - 1)] + [1] * (seqs - 1), [(total // seqs) // stripe * stripe + min(interleave, total // seqs % stripe)] * seqs):
         layout = ckv_layout(torch.tensor(lens).numpy(), world, interleave)
         assert layout.padded_total <= config.rows_per_rank
+
+
+def test_capacity_is_bounded_for_many_requests():
+    """8 ranks, interleave 64, 1,024 requests: an eighth more than the even share, not twice as much."""
+    many = dataclasses.replace(CONFIG, dcp_world_size=8, interleave=64, max_num_seqs=1024, max_tokens=524288)
+    assert many.rows_per_rank == 65536 + 8192
+    assert dataclasses.replace(many, max_num_seqs=4).rows_per_rank == 65536 + 4 * 64
+    # A small maximum still holds some requests that lie wholly on one rank.
+    assert dataclasses.replace(many, max_tokens=1024).rows_per_rank == 128 + 16 * 64
+
+
+@pytest.mark.parametrize("record, world", [(656, 2), (656, 8), (352, 4)])
+def test_shares_beyond_32_bits_are_refused_at_start(record, world):
+    """Upstream's cp_gather_cache multiplies rows and bytes in int32. The error names a maximum that works."""
+    one = dataclasses.replace(CONFIG, dcp_world_size=world, record_bytes=record, max_num_seqs=4096)
+    with pytest.raises(ValueError, match="VLLM_DCP_CKV_GATHER_MAX_TOKENS=2147483647") as error:
+        dataclasses.replace(one, max_tokens=2**31 - 1)
+    most = int(str(error.value).rstrip(".").rsplit(" ", 1)[1])
+    works = dataclasses.replace(one, max_tokens=most)
+    assert 0.99 * 2**31 < works.rows_per_rank * record < 2**31
+    with pytest.raises(ValueError):
+        dataclasses.replace(one, max_tokens=int(most * 1.01))
 
 
 @pytest.fixture
@@ -205,4 +229,5 @@ def test_never_allocated_late(manager):
 def test_groups_are_not_needed_when_off():
     """No DCP group exists here; the off path must not ask for it."""
     assert parallel_state._DCP is None
-    assert ckv_plan.make_ckv_gather_planner(make_config(2), "fp8_ds_mla", torch.device("cpu")) is None
+    assert CKVGatherConfig.from_vllm_config(make_config(2), "fp8_ds_mla") is None
+    assert ckv_plan.make_ckv_gather_planner(None, make_config(2), ["layer"], torch.device("cpu")) is None

@@ -6,12 +6,13 @@ All of it follows from flags and the engine's config, so it is the same on every
 but for the rank itself.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv, round_up
 from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.attention.ops.ckv_layout import CKV_PAGE_ROWS
@@ -45,7 +46,30 @@ CONNECTORS_NOT_LAYERWISE = frozenset(
 )
 
 
+# Requests that may lie wholly on one rank before the capacity is bounded by an eighth of
+# an even share.
+UNEVEN_REQUESTS = 16
+
+
 # --------------------------------------------------------------------------- gather
+
+
+def _later_interleave(vllm_config: "VllmConfig") -> int:
+    """What EngineCore may push as interleave after the model was built, or 0.
+
+    With NIXL it becomes the block size of the KV cache groups, unless it was given
+    (`VllmConfig.adjust_dcp_kv_cache_interleave_size`). The block size is not final
+    either: sparse backends ask for pages of `CKV_PAGE_ROWS`.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if (
+        transfer is None
+        or not transfer.is_kv_transfer_instance
+        or not transfer.has_connector("NixlConnector")
+        or not vllm_config.parallel_config._allow_auto_resolve_cp_interleave_size
+    ):
+        return 0
+    return max(vllm_config.cache_config.block_size or 0, CKV_PAGE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -103,6 +127,12 @@ class CKVGatherConfig:
     dbo: bool = False
     num_layers: int = 1
     prefetch: bool = False
+    later_interleave: int = 0
+    """What the interleave may become after the buffers were sized; 0: it is final."""
+    discard_on_sleep: bool = False
+    """Sleep mode is on: the buffers go to sleep, and need not be kept."""
+    waits_in_kernels: str | None = None
+    """See the function."""
 
     @classmethod
     def from_vllm_config(
@@ -166,16 +196,47 @@ class CKVGatherConfig:
             dbo=parallel_config.use_ubatching,
             num_layers=model_config.get_num_layers(parallel_config),
             prefetch=prefetch,
+            later_interleave=_later_interleave(vllm_config),
+            discard_on_sleep=model_config.enable_cumem_allocator,
+            waits_in_kernels=waits_in_kernels(vllm_config) if prefetch else None,
         )
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where a share is beyond what upstream's copy can address."""
+        if self.rows_per_rank * self.record_bytes >= 2**31:
+            # `cp_gather_cache` multiplies rows and bytes in 32 bits.
+            interleave = max(self.interleave, self.later_interleave)
+            rows = 2**31 // self.record_bytes - CKV_PAGE_ROWS
+            most = max(
+                rows - self.max_num_seqs * interleave,
+                min(rows * 8 // 9, rows - UNEVEN_REQUESTS * interleave),
+            )
+            raise ValueError(
+                f"VLLM_DCP_CKV_GATHER_MAX_TOKENS={self.max_tokens} needs "
+                f"{self.rows_per_rank} rows of {self.record_bytes} bytes on a rank, "
+                "more than a copy of the KV cache can address (2 GiB). Set it to at "
+                f"most {most * self.dcp_world_size}."
+            )
+
+    @property
+    def shared_by_ranks(self) -> dict[str, Any]:
+        """All fields that must not differ between the ranks of a DCP group."""
+        return {k: v for k, v in asdict(self).items() if k != "dcp_rank"}
 
     @property
     def rows_per_rank(self) -> int:
         """Capacity of one rank's share of the gathered buffer.
 
-        A rank holds at most `interleave` tokens of a request above its even share.
+        A rank holds at most `interleave` tokens of a request above its even share. For
+        many requests that is mostly more than ever comes together, so it is bounded,
+        and a batch beyond it keeps the exchange path.
         """
         share = cdiv(self.max_tokens, self.dcp_world_size)
-        return round_up(share + self.max_num_seqs * self.interleave, CKV_PAGE_ROWS)
+        interleave = max(self.interleave, self.later_interleave)
+        uneven = max(cdiv(share, 8), UNEVEN_REQUESTS * interleave)
+        return round_up(
+            share + min(self.max_num_seqs * interleave, uneven), CKV_PAGE_ROWS
+        )
 
     @property
     def gathered_rows(self) -> int:
@@ -213,11 +274,14 @@ def _layerwise_connector(config: "KVTransferConfig") -> str | None:
     return config.kv_connector
 
 
-def ckv_prefetch_refusal(vllm_config: "VllmConfig") -> str | None:
-    """Why the CKV gather of this engine does not prefetch; None: it does.
+def world_prefetch_refusal(vllm_config: "VllmConfig") -> str | None:
+    """Why no rank of this engine prefetches, from facts that all ranks share.
+
+    Decides whether the prefetch group is made. Does not look at what differs between
+    pipeline stages.
 
     Args:
-        vllm_config: of an engine with the CKV gather on and DCP > 1.
+        vllm_config: of an engine with DCP > 1.
 
     """
     parallel_config = vllm_config.parallel_config
@@ -234,8 +298,45 @@ def ckv_prefetch_refusal(vllm_config: "VllmConfig") -> str | None:
         connector = _layerwise_connector(transfer)
         if connector is not None:
             return f"the KV connector {connector} may load KV layer by layer"
-    if vllm_config.model_config.get_num_layers(parallel_config) < 2:
+    return None
+
+
+def ckv_prefetch_refusal(vllm_config: "VllmConfig") -> str | None:
+    """Why the CKV gather of this rank does not prefetch; None: it does.
+
+    Args:
+        vllm_config: of an engine with the CKV gather on and DCP > 1.
+
+    """
+    refusal = world_prefetch_refusal(vllm_config)
+    model_config = vllm_config.model_config
+    if refusal is None and model_config.get_num_layers(vllm_config.parallel_config) < 2:
         return "a single layer"
+    return refusal
+
+
+def waits_in_kernels(vllm_config: "VllmConfig") -> str | None:
+    """What of this engine waits for other ranks in kernels that fill the GPU.
+
+    Such a kernel ends when all its thread blocks ran, on all ranks. An NCCL kernel
+    beside it holds SMs while it waits for its peers: where the one comes first on one
+    rank and the other on another, both wait for ever. A gather by copy engines
+    (`vllm.distributed.copy_engines`) holds none. Custom and NCCL all-reduces take few
+    SMs and fit beside it.
+    """
+    parallel_config = vllm_config.parallel_config
+    backend = parallel_config.all2all_backend
+    if parallel_config.enable_expert_parallel and backend != "allgather_reducescatter":
+        return f"all2all_backend={backend}"
+    if not current_platform.is_cuda() or parallel_config.tensor_parallel_size == 1:
+        return None
+    if vllm_config.compilation_config.pass_config.fuse_allreduce_rms:
+        return "pass_config.fuse_allreduce_rms"
+    # The CUDA model of DeepSeek-V3.2 calls it without a pass, wherever it exists.
+    from vllm.model_executor.layers import fused_allreduce_gemma_rms_norm as fused
+
+    if fused.flashinfer_trtllm_fused_allreduce_norm is not None:
+        return "FlashInfer's fused all-reduce and RMSNorm"
     return None
 
 
@@ -247,12 +348,6 @@ def ckv_prefetch_enabled(vllm_config: "VllmConfig", gather: bool) -> bool:
 
     """
     if not gather:
-        # On by default: only whoever set it is to hear that it does nothing.
-        if envs.is_set("VLLM_DCP_CKV_PREFETCH") and envs.VLLM_DCP_CKV_PREFETCH:
-            logger.warning_once(
-                "VLLM_DCP_CKV_PREFETCH=1 has no effect: the prefetch works only with "
-                "VLLM_DCP_CKV_GATHER=1 and decode_context_parallel_size > 1."
-            )
         return False
     refusal = ckv_prefetch_refusal(vllm_config)
     if refusal is None:

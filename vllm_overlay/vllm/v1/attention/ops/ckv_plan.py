@@ -9,7 +9,7 @@ lengths, host block tables, config. Only the part that a rank takes for itself d
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,18 +19,22 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.ops.ckv_config import CKVGatherConfig
 from vllm.v1.attention.ops.ckv_layout import CKV_PAGE_ROWS, ckv_layout
+from vllm.v1.attention.ops.ckv_prefetch import in_ckv_capture
 from vllm.v1.attention.ops.ckv_prefetch_plan import (
+    CKV_PREFETCH_MIN_HISTORY,
     CKVPrefetchPlan,
     looks_ahead,
     plan_ckv_prefetch,
     split_history,
 )
+from vllm.v1.attention.ops.ckv_remap import warm_up_remap
 from vllm.v1.attention.ops.dcp_cost import (
     KernelTimes,
     exchange_seconds,
     gather_seconds,
 )
 from vllm.v1.attention.ops.step_writes import HostBlockTable, rows_written_by_batch
+from vllm.v1.metrics.dcp_steps import count_prefill_batch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,6 +80,7 @@ def ckv_gather_refusal(
     *,
     prefill_tokens: int,
     context_tokens: int,
+    rows: int = 0,
     dense_mha: bool = False,
     capturing: bool = False,
 ) -> str | None:
@@ -88,6 +93,7 @@ def ckv_gather_refusal(
         config: of the engine.
         prefill_tokens: query rows of `gathered_requests`.
         context_tokens: global KV lengths of these requests, summed.
+        rows: the most rows of them that a rank has, `CKVLayout.padded_total`.
         dense_mha: upstream's dense MHA path takes prefill rows.
         capturing: the metadata is for a CUDA graph capture.
 
@@ -106,6 +112,8 @@ def ckv_gather_refusal(
         return "too few prefill tokens"
     if context_tokens > config.max_tokens:
         return "context above the maximum"
+    if rows > config.rows_per_rank:
+        return "context too uneven for the buffer"
     return None
 
 
@@ -260,15 +268,17 @@ class CKVGatherPlanner:
         seq_lens = np.where(chunk_lens > 0, all_lens[first:last], 0)
         prefill_tokens = int(chunk_lens.sum())
         prefill = metadata.prefill
+        capturing = self.capturing or in_ckv_capture()
+        layout = ckv_layout(seq_lens, config.dcp_world_size, config.interleave)
         refusal = ckv_gather_refusal(
             config,
             prefill_tokens=prefill_tokens,
             context_tokens=int(seq_lens.sum(dtype=np.int64)),
+            rows=layout.padded_total,
             dense_mha=prefill is not None and prefill.use_dense_mha,
-            capturing=self.capturing,
+            capturing=capturing,
         )
         if refusal is None:
-            layout = ckv_layout(seq_lens, config.dcp_world_size, config.interleave)
             history = seq_lens - chunk_lens
             ranges = None
             if config.prefetch and self.host_blocks is not None:
@@ -283,13 +293,15 @@ class CKVGatherPlanner:
             ):
                 refusal = "the exchange is faster"
         if refusal is not None:
-            logger.debug_once(
-                "A DCP prefill batch keeps the exchange path: %s", refusal
-            )
+            if not capturing:
+                count_prefill_batch("exchange", refusal)
             return None
         logger.info_once("DCP prefill batches use the CKV gather.")
+        if ahead_rows:
+            count_prefill_batch("gather, looking ahead", "")
+        else:
+            count_prefill_batch("gather", self._why_not_ahead(history))
 
-        assert layout.padded_total <= config.rows_per_rank
         num_reqs = last - first
         local_lens = layout.rank_req_lens[config.dcp_rank]
         # One copy to the device. The starts come first: the kernel likes them aligned.
@@ -346,6 +358,16 @@ class CKVGatherPlanner:
             prefetch=prefetch,
         )
 
+    def _why_not_ahead(self, history: np.ndarray) -> str:
+        """Why the step, which gathers, does not look ahead, for the counters."""
+        if not self.config.prefetch:
+            return "prefetch is off"
+        if self.host_blocks is None:
+            return "block tables of a draft model"
+        if history.sum() < CKV_PREFETCH_MIN_HISTORY:
+            return "too little history"
+        return "this step writes the history"
+
     def _written(
         self,
         common: "CommonAttentionMetadata",
@@ -364,7 +386,7 @@ class CKVGatherPlanner:
             history: integers [gathered requests].
 
         """
-        assert self.host_blocks is not None
+        assert self.host_blocks is not None, "Without block tables no step looks ahead."
         real = np.flatnonzero(query_lens > 0)
         ends = seq_lens[real].astype(np.int64)
         starts = ends - query_lens[real]
@@ -388,19 +410,49 @@ class CKVGatherPlanner:
 
 
 def make_ckv_gather_planner(
+    config: CKVGatherConfig | None,
     vllm_config: "VllmConfig",
-    cache_dtype: str,
+    layer_names: list[str],
     device: torch.device,
     times: KernelTimes | None = None,
 ) -> CKVGatherPlanner | None:
-    """The builder's planner, or None where the gather is off or DCP is 1.
+    """The planner of a metadata builder, or None where the gather is off or DCP is 1.
+
+    Warms up the kernel that depends on the interleave, which is final by now.
+
+    Args:
+        config: as the interleave is now.
+        vllm_config: of the engine.
+        layer_names: the builder's layers, whose buffers were sized when they were
+            built.
+        device: of the plans' tensors.
+        times: see `CKVGatherPlanner`.
 
     Raises:
-        NotImplementedError, ValueError: see `CKVGatherConfig.from_vllm_config`.
+        RuntimeError: plans would not fit the buffers of a layer.
 
     """
-    config = CKVGatherConfig.from_vllm_config(vllm_config, cache_dtype)
-    return None if config is None else CKVGatherPlanner(config, device, times)
+    if config is None:
+        return None
+    layers = vllm_config.compilation_config.static_forward_context
+    for impl in (layers[name].impl for name in layer_names if name in layers):
+        if impl.ckv_gather.rows_per_rank < config.rows_per_rank:
+            raise RuntimeError(
+                f"The CKV gather plans up to {config.rows_per_rank} rows of a rank "
+                f"(interleave {config.interleave}), but its buffers hold "
+                f"{impl.ckv_gather.rows_per_rank} (interleave "
+                f"{impl.ckv_gather.interleave} when the model was built). Set "
+                f"--cp-kv-cache-interleave-size {config.interleave}."
+            )
+        if config.prefetch and impl.ckv_workspace.prefetch is None:
+            config = replace(config, prefetch=False)
+    warm_up_remap(
+        config.dcp_world_size,
+        config.interleave,
+        vllm_config.model_config.hf_text_config.index_topk,
+        device,
+    )
+    return CKVGatherPlanner(config, device, times)
 
 
 @contextmanager

@@ -316,7 +316,9 @@ class CKVPrefetchState:
         if self._find(BufferState.HELD) is None:
             raise RuntimeError("CKV prefetch: a look ahead outside of any layer.")
         index = self._find(BufferState.FREE)
-        assert index is not None
+        assert index is not None, (
+            f"CKV prefetch: no buffer is free: {[b.state for b in self._buffers]}."
+        )
         self._buffers[index] = _Buffer(BufferState.FILLING, layer)
         return Ticket(layer, index)
 
@@ -401,6 +403,25 @@ def ckv_step() -> Iterator[None]:
         raise
     for lane in list(_lanes):
         lane.end_step()
+
+
+_captures = 0
+
+
+@contextmanager
+def ckv_capture() -> Iterator[None]:
+    """CUDA graphs are captured inside: no batch gathers, of any kind of graph."""
+    global _captures
+    _captures += 1
+    try:
+        yield
+    finally:
+        _captures -= 1
+
+
+def in_ckv_capture() -> bool:
+    """Whether this is inside of `ckv_capture`."""
+    return _captures > 0
 
 
 def reset_ckv_prefetch(layer: Any) -> None:

@@ -127,7 +127,9 @@ class CKVPrefetcher:
         group: "GroupCoordinator",
         early: bool,
     ) -> None:
-        assert len(buffers) == NUM_BUFFERS
+        assert len(buffers) == NUM_BUFFERS, (
+            f"The CKV prefetch has {NUM_BUFFERS} buffers, not {len(buffers)}."
+        )
         device = buffers[0].device
         self.buffers = buffers
         self.page_rows = page_rows

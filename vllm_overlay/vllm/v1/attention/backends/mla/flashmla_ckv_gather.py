@@ -13,6 +13,7 @@ from vllm.v1.attention.ops.ckv_config import CKVGatherConfig
 from vllm.v1.attention.ops.ckv_gather import (
     await_ckv,
     gather_ckv,
+    later_in_this_lane,
     reserve_ckv_gather_workspace,
 )
 from vllm.v1.attention.ops.ckv_plan import CKVGatherPlanner, make_ckv_gather_planner
@@ -23,14 +24,18 @@ from vllm.v1.worker.workspace import current_workspace_manager
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+
 def make_flashmla_planner(
-    vllm_config: "VllmConfig", device: torch.device
+    vllm_config: "VllmConfig", layer_names: list[str], device: torch.device
 ) -> CKVGatherPlanner | None:
     """See `make_ckv_gather_planner`. Kernels were timed on SM90 alone."""
     sm90 = current_platform.is_device_capability_family(90)
     return make_ckv_gather_planner(
+        CKVGatherConfig.from_vllm_config(
+            vllm_config, vllm_config.cache_config.cache_dtype
+        ),
         vllm_config,
-        vllm_config.cache_config.cache_dtype,
+        layer_names,
         device,
         times=FLASHMLA_SM90 if sm90 else None,
     )
@@ -42,7 +47,7 @@ class FlashMLACKVGatherMixin:
     ckv_gather: CKVGatherConfig | None = None
 
     def init_ckv_gather(self: Any, vllm_config: "VllmConfig") -> None:
-        """Reserve what the gather needs, while the model is built.
+        """Reserve scratch for the gather, while the model is built.
 
         Widens the bf16 workspace (second of `workspace_specs`) to the gathered rows
         and adds the remapped ids and their counts behind it. Upstream reads the specs
@@ -57,7 +62,9 @@ class FlashMLACKVGatherMixin:
         )
         if self.ckv_gather is None:
             return
-        assert len(self.workspace_specs) == 2
+        assert len(self.workspace_specs) == 2, (
+            f"FlashMLA sparse has other scratch than at the pin: {self.workspace_specs}"
+        )
         (rows, width), dtype = self.workspace_specs[1]
         widened = max(rows, self.ckv_gather.gathered_rows)
         topk_buffer = self.topk_indices_buffer
@@ -72,23 +79,16 @@ class FlashMLACKVGatherMixin:
             ((max_tokens, topk), torch.int32),
             ((max_tokens,), torch.int32),
         ]
-        self.ckv_workspace = reserve_ckv_gather_workspace(
+        self.reserve_ckv_gather = later_in_this_lane(
+            reserve_ckv_gather_workspace,
             self.ckv_gather,
             scratch_bytes=(widened - rows) * width * dtype.itemsize
             + max_tokens * (topk + 1) * torch.int32.itemsize,
         )
-        if topk_buffer is not None and topk_buffer.is_cuda:
-            # Compile the remap now: the first long prompt should not wait for it.
-            zeros = topk_buffer.new_zeros((self.ckv_gather.dcp_world_size, 1))
-            map_global_topk_to_gathered_ckv(
-                topk_buffer[:1],
-                zeros[0],
-                zeros[0],
-                zeros,
-                0,
-                self.ckv_gather.dcp_world_size,
-                self.ckv_gather.interleave,
-            )
+
+    def allocate_ckv_gather(self: Any) -> None:
+        """Allocate the buffers, see `dcp_features`. Collective where it prefetches."""
+        self.ckv_workspace = self.reserve_ckv_gather()
 
     def forward_ckv_gather(
         self: Any,
