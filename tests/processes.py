@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every way to run ranks as processes shares: a port to meet at, and an end that always comes."""
 import contextlib
+import os
 import queue
 import random
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -26,6 +28,14 @@ def free_port() -> int:
             return port
 
 
+def _say_where(stuck) -> None:
+    """Let ranks that have a handler for it (faulthandler) write their stacks to stderr."""
+    for process in stuck:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1)
+
+
 def collect(processes: Sequence, results, timeout: float) -> list[Any]:
     """The values that started processes put into `results` as (rank, succeeded, value or traceback), in rank order.
 
@@ -44,6 +54,8 @@ def collect(processes: Sequence, results, timeout: float) -> list[Any]:
                 waiting = sorted(set(range(world)) - done.keys() - failed.keys())
                 dead = [r for r in waiting if not processes[r].is_alive() and processes[r].exitcode]
                 assert not dead, f"ranks {dead} died with exit codes {[processes[r].exitcode for r in dead]}"
+                if time.monotonic() >= deadline:
+                    _say_where(processes[r] for r in waiting)
                 assert time.monotonic() < deadline, f"ranks {waiting} of {world} still running after {timeout} s: a stuck collective?"
                 continue
             (done if ok else failed)[rank] = value

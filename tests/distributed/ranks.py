@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one function on several forked ranks that form a real vLLM world over gloo, and fail (never hang) on a stuck collective."""
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +27,7 @@ def _rank_main(fn, rank, world, port, env, args, results):
     import torch
 
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)  # `collect` asks a rank that is stuck where it is
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         results.put((rank, True, fn(rank, world, *args)))

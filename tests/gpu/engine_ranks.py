@@ -122,16 +122,14 @@ def generate_both(rank: int, world: int, job: dict[str, Any]) -> tuple[list, lis
 
 def sleep_and_wake(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Answers before, after sleep level 1 and after level 2, with new weights then; and what the process held on the GPU meanwhile."""
-    import torch
-
     llm = make_engine(world, job | {"engine": {"enable_sleep_mode": True} | job.get("engine", {})})
     found, used = [answer_margin(llm, job)], []
 
     def held() -> int:
-        """Bytes that vLLM's allocator has mapped, and those of torch's own."""
+        """Bytes that vLLM's allocator has mapped."""
         from vllm.device_allocator.cumem import CuMemAllocator
 
-        return CuMemAllocator.get_instance().get_current_usage() + torch.cuda.memory_reserved()
+        return sum(data.handle[1] for data in CuMemAllocator.get_instance().pointer_to_data.values() if not data.is_asleep)
 
     for level in (1, 2):
         used.append(held())
@@ -152,6 +150,8 @@ def sleep_and_wake(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]
 def start(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Start an engine and answer; return its warnings and what exists in it. For a start that upstream refuses, the error."""
     import logging
+
+    import vllm.logger  # noqa: F401  it sets the handlers anew
 
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)

@@ -12,9 +12,11 @@ Over NCCL vLLM's own communicators run, PyNCCL among them. Over gloo every rank 
 collectives copy through the host (tests/gpu/gloo_communicator.py). VLLM_STACK_TEST_RANKS=gloo or =nccl forces one of them.
 """
 import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -92,6 +94,7 @@ def device(rank: int) -> torch.device:
 
 
 def _rank_main(fn, rank, world, args, results) -> None:
+    faulthandler.register(signal.SIGUSR1)  # `collect` asks a rank that is stuck where it is
     try:
         results.put((rank, True, fn(rank, world, *args)))
     except BaseException:  # the parent prints it and ends the other ranks

@@ -108,7 +108,7 @@ def _run(folder: pathlib.Path, world: World, flags: str):
     model = margin_deepseek.write(folder, spec)
     job = {"model": str(model), "dcp": world.dcp, "interleave": world.interleave, "rounds": [[p.tokens for p in batch] for batch in rounds], "max_tokens": 12, "engine": world.engine}
     environment = engine_ranks.FLAGS[flags] | {"VLLM_USE_V2_MODEL_RUNNER": str(world.runner - 1)}
-    return outcome(lambda: ranks.run_ranks(engine_ranks.generate_margin, world.ranks, job, env=environment, timeout=500))
+    return outcome(lambda: ranks.run_ranks(engine_ranks.generate_margin, world.ranks, job, env=environment, timeout=200))
 
 
 def _runs_here(world: World) -> bool:
@@ -122,7 +122,7 @@ def worlds(request, tmp_path_factory):
     for _, params in selected(request, "test_world"):
         world = BY_NAME[params["name"]]
         if _runs_here(world):
-            side_by_side.start(world, _run, tmp_path_factory.mktemp("model"), world, world.flags)
+            side_by_side.start(world.name, _run, tmp_path_factory.mktemp("model"), world, world.flags)
     yield side_by_side
     side_by_side.close()
 
@@ -132,10 +132,11 @@ def test_world(worlds, tmp_path, name):
     world = BY_NAME[name]
     if not _runs_here(world):
         pytest.skip("CUDA graphs over several ranks need a GPU for each")
-    results = worlds.result(world, _run, tmp_path, world, world.flags)
+    results = worlds.result(world.name, _run, tmp_path, world, world.flags)
     if isinstance(results, AssertionError) and world.flags != "off":
         stock = _run(tmp_path, world, "off")
         assert isinstance(stock, AssertionError), f"upstream runs this with the flags off:\n{results}"
+        print(f"{name}: upstream refuses this with the flags off: {stock}")
         pytest.skip(f"upstream refuses this with the flags off: {str(stock).strip().splitlines()[-1][:200]}")
     if isinstance(results, AssertionError):
         pytest.skip(f"upstream refuses this: {str(results).strip().splitlines()[-1][:200]}")

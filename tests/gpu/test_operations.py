@@ -19,7 +19,7 @@ def model(tmp_path_factory) -> str:
 
 
 def _job(model, dcp, **engine):
-    return {"model": model, "dcp": dcp, "interleave": 64 if dcp > 1 else 1, "rounds": [[p.tokens for p in batch] for batch in ROUNDS], "max_tokens": 8, "engine": engine}
+    return {"model": model, "dcp": dcp, "interleave": 64 if dcp > 1 else 1, "rounds": [[p.tokens for p in batch] for batch in ROUNDS], "max_tokens": 12, "engine": engine}
 
 
 def _sleep(model, flags):
