@@ -13,8 +13,9 @@ FLAGS = {
     "split": {"VLLM_DCP_QUERY_SPLIT": "1"},
     "gather": {"VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "0"},
     "prefetch": {"VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "1"},
-    "all": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "1"},
-    "cost": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "1"},
+    "compact": {"VLLM_DCP_COMPACT_TOPK": "1"},
+    "all": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "1", "VLLM_DCP_COMPACT_TOPK": "1"},
+    "cost": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_COMPACT_TOPK": "1"},
 }
 
 

@@ -5,11 +5,14 @@
 Flags are environment variables, and whether a layer can follow one depends on the
 attention backend that upstream selects for it. So once the model is built, and before
 memory is profiled, `finish_dcp_features` looks at its layers: it compares over the DCP
-group what they resolved to, lets those that gather allocate their buffers, and warns
-of a flag that no layer took.
+group what they resolved to, lets those that gather allocate their buffers, checks
+that FlashMLA's kernel is the one that top-k compaction knows, and warns of a flag that
+no layer took.
 """
 
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 import vllm.envs as envs
 from vllm.distributed.dcp_agreement import require_same
@@ -96,8 +99,8 @@ def _layers(vllm_config: "VllmConfig") -> dict[str, Any]:
     }
 
 
-def _why_untaken(vllm_config: "VllmConfig", backends: list[str]) -> str:
-    """Why a flag has no effect in this engine, and what to set."""
+def _why_untaken(vllm_config: "VllmConfig", backends: list[str], flag: str) -> str:
+    """Why `flag` has no effect in this engine, and what to set."""
     if vllm_config.parallel_config.decode_context_parallel_size == 1:
         return "decode_context_parallel_size is 1. Set --decode-context-parallel-size"
     if INDEXER_BACKEND not in backends:
@@ -106,6 +109,11 @@ def _why_untaken(vllm_config: "VllmConfig", backends: list[str]) -> str:
             f"{', '.join(backends) or 'none'}). Leave it off for this model"
         )
     used = ", ".join(name for name in backends if name != INDEXER_BACKEND)
+    if flag == "VLLM_DCP_COMPACT_TOPK":
+        return (
+            f"it is for FLASHMLA_SPARSE with an fp8_ds_mla cache on SM90, not for {used}"
+            f" with {vllm_config.cache_config.cache_dtype} here. Leave it off"
+        )
     return (
         f"the attention backend {used} does not know it. Set "
         "--attention-backend FLASHMLA_SPARSE, on SM12x B12X_MLA_SPARSE"
@@ -126,7 +134,7 @@ def finish_dcp_features(vllm_config: "VllmConfig") -> None:
 
     """
     gather = ckv_gather_flags().enabled or ckv_gather_flags(b12x=True).enabled
-    if not (gather or envs.VLLM_DCP_QUERY_SPLIT):
+    if not (gather or envs.VLLM_DCP_QUERY_SPLIT or envs.VLLM_DCP_COMPACT_TOPK):
         if envs.is_set("VLLM_DCP_CKV_PREFETCH") and envs.VLLM_DCP_CKV_PREFETCH:
             # On by default: only whoever set it is to hear that it does nothing.
             logger.warning_once(
@@ -140,12 +148,17 @@ def finish_dcp_features(vllm_config: "VllmConfig") -> None:
         for name, layer in layers.items()
         if getattr(getattr(layer, "impl", None), "ckv_gather", None) is not None
     }
+    compacting = [
+        layer.impl
+        for layer in layers.values()
+        if getattr(getattr(layer, "impl", None), "compact_topk", False)
+    ]
     parallel_config = vllm_config.parallel_config
     if parallel_config.decode_context_parallel_size > 1:
         from vllm.distributed.parallel_state import get_dcp_group
 
         require_same(
-            {"attention backends": backends}
+            {"attention backends": backends, "layers that compact": len(compacting)}
             | {
                 f"CKV gather of {name}": impl.ckv_gather.shared_by_ranks
                 for name, impl in gathering.items()
@@ -154,6 +167,8 @@ def finish_dcp_features(vllm_config: "VllmConfig") -> None:
         )
     for impl in gathering.values():
         impl.allocate_ckv_gather()
+    if compacting:
+        _check_compaction(compacting, vllm_config)
 
     untaken = []
     if gather and not gathering:
@@ -164,7 +179,33 @@ def finish_dcp_features(vllm_config: "VllmConfig") -> None:
         or parallel_config.decode_context_parallel_size == 1
     ):
         untaken.append("VLLM_DCP_QUERY_SPLIT")
+    if envs.VLLM_DCP_COMPACT_TOPK and not compacting:
+        untaken.append("VLLM_DCP_COMPACT_TOPK")
     for flag in untaken:
         logger.warning_once(
-            "%s=1 has no effect: %s.", flag, _why_untaken(vllm_config, backends)
+            "%s=1 has no effect: %s.", flag, _why_untaken(vllm_config, backends, flag)
         )
+
+
+def _check_compaction(impls: list[Any], vllm_config: "VllmConfig") -> None:
+    """Let layers compact if that is right on all ranks of the DCP group, else none.
+
+    Collective over the group. Layers of one model have the same heads.
+    """
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    group = get_dcp_group()
+    found: list[Any] = [None] * group.world_size
+    own = impls[0].check_topk_compaction(vllm_config)
+    dist.all_gather_object(found, own, group=group.cpu_group)
+    wrong = next((text for text in found if text is not None), None)
+    if wrong is None:
+        logger.info_once("DCP top-k compaction is on.")
+        return
+    for impl in impls:
+        impl.compact_topk = False
+    logger.warning_once(
+        "VLLM_DCP_COMPACT_TOPK=1: FlashMLA's kernel is not the one that this was "
+        "written for: %s. Attention runs as without the flag.",
+        wrong,
+    )
