@@ -92,10 +92,15 @@ def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_si
     """`torch.distributed.all_to_all_single`, which gloo does not have for CUDA tensors."""
     if not input.is_cuda or dist.get_backend(group) != "gloo":
         return _torch_all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
-    if async_op:
-        raise NotImplementedError("no asynchronous all_to_all_single")
     output.copy_(exchange_rows(input, output.shape[0], output_split_sizes, input_split_sizes, group or dist.group.WORLD))
-    return None
+    return _Done() if async_op else None
+
+
+class _Done:
+    """What an asynchronous collective returns, for one that was not."""
+
+    def wait(self) -> bool:
+        return True
 
 
 def exchange_rows(input: torch.Tensor, rows: int, output_split_sizes: list[int] | None, input_split_sizes: list[int] | None, group: dist.ProcessGroup) -> torch.Tensor:

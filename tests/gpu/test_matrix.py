@@ -85,15 +85,15 @@ WORLDS = [
     World("not-async-mtp1", drafts=1, more=(("async_scheduling", False),)),
     World("experts", spec=Spec(experts=8)),
     World("experts-ep", spec=Spec(experts=8), more=(("enable_expert_parallel", True),)),
-    World("pp2", patience=100, tp=1, dcp=1, interleave=1, more=(("pipeline_parallel_size", 2),)),
-    World("pp2-tp2", patience=100, ranks=4, more=(("pipeline_parallel_size", 2),)),
-    World("dp2-tp2", patience=100, ranks=4, spec=Spec(experts=8), more=(("data_parallel_size", 2), ("enable_expert_parallel", True))),
     World("tp4-dcp2", tp=4, ranks=4, drafts=1),
     World("tp4-dcp4", tp=4, dcp=4, ranks=4, interleave=1),
     World("compact-tp4-dcp4", tp=4, dcp=4, ranks=4, flags="compact", interleave=1, drafts=1),
     World("tp8-dcp8", tp=8, dcp=8, ranks=8, drafts=1),
     World("glm-5", spec=Spec(heads=64, nope=192, v_dim=256, topk=2048)),
     World("deepseek-v3.2", spec=Spec(heads=128, topk=2048), interleave=1),
+    World("pp2", runner=1, patience=100, tp=1, dcp=1, interleave=1, more=(("pipeline_parallel_size", 2),)),
+    World("pp2-tp2", runner=1, patience=100, ranks=4, more=(("pipeline_parallel_size", 2),)),
+    World("dp2-tp2", patience=100, ranks=4, spec=Spec(experts=8), more=(("data_parallel_size", 2), ("enable_expert_parallel", True))),
 ]  # fmt: skip
 BY_NAME = {world.name: world for world in WORLDS}
 

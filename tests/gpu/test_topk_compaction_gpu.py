@@ -24,7 +24,8 @@ def cache():
     tokens = PAGES * PAGE
     records = torch.zeros((tokens, 656), dtype=torch.uint8, device="cuda")
     records[:, :512] = torch.randn((tokens, 512), device="cuda", generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
-    records[:, 512:528] = (torch.rand((tokens, 4), device="cuda", generator=generator) + 0.5).view(torch.uint8)
+    # Outputs stay below 0.5, where two neighbours of bfloat16 are 2e-3 apart: they may round differently.
+    records[:, 512:528] = (torch.rand((tokens, 4), device="cuda", generator=generator) * 0.05 + 0.05).view(torch.uint8)
     records[:, 528:] = torch.randn((tokens, 64), device="cuda", generator=generator).to(torch.bfloat16).view(torch.uint8)
     return records.view(PAGES, PAGE, 1, 656), dequantize(records).double()
 
@@ -85,9 +86,9 @@ def test_narrowed_is_full(cache, kind, heads):
             keys = values[ids[row, : counts[row]].long()]
             scores = q[0, row].double() @ keys.T * SCALE
             want = scores.softmax(-1) @ keys[:, :512]
-            worst_reference = max(worst_reference, (narrow[0][row].double() - want).abs().max().item() / max(want.abs().max().item(), 1))
+            worst_reference = max(worst_reference, (narrow[0][row].double() - want).abs().max().item())
     print(f"{kind}, {heads} heads, {seen:.0f} rows: output {worst_out:.2e}, LSE {worst_lse:.2e}, against float64 {worst_reference:.2e}")
-    assert worst_out <= 2e-3 and worst_lse <= 1e-5 and worst_reference <= 2e-2
+    assert worst_out <= 2e-3 and worst_lse <= 1e-5 and worst_reference <= 5e-3
 
 
 @pytest.mark.parametrize("heads", [64, 128])

@@ -93,15 +93,15 @@ def test_refusals(counts, topk):
 
 def test_the_model_of_the_kernel_can_fail():
     """Parts that overlap, leave a gap, or are counted wrong."""
-    good, splits = check([300], 2048, 3)
-    for row, column, value in ((1, 2, 1), (1, 2, 3), (0, 3, 1), (1, 4, 0), (0, 5, 0), (2, 0, 1)):
+    good, splits = check([600], 2048, 3)
+    for row, column, value in ((1, 2, 4), (1, 2, 6), (0, 3, 4), (1, 4, 0), (0, 5, 0), (1, 0, 1)):
         bad = good.clone()
         bad[row, column] = value
         with pytest.raises(AssertionError):
             blocks = sorted(block for start, stop, *_ in walked(bad, splits, 1, 2048)[0] for block in range(start, stop))
-            assert blocks == list(range(5))
+            assert blocks == list(range(10))
     with pytest.raises(AssertionError):
-        walked(good, torch.tensor([0, 2]), 1, 2048)
+        walked(good, torch.tensor([0, 3]), 1, 2048)
 
 
 def test_the_commit_whose_struct_this_is():

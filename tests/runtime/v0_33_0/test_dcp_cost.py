@@ -106,3 +106,13 @@ def test_the_planner_chooses():
     # The bounds hold whatever is cheaper.
     assert plan(dataclasses.replace(CONFIG, always=True), 16, 65536) is None
     assert plan(dataclasses.replace(CONFIG, max_tokens=65535), 4096, 65536) is None
+
+
+def test_compacted_kernels_as_measured():
+    """8,192 rows on an H200, 2026-12-01: (heads, W) -> compacted / stock."""
+    measured = {(64, 2): 0.665, (64, 4): 0.457, (64, 8): 0.351, (128, 2): 0.636, (128, 4): 0.432, (128, 8): 0.305}
+    for (_, world), ratio in measured.items():
+        assert abs(dcp_cost.compacted_share(2048, world) / ratio - 1) < 0.1
+    assert dcp_cost.compacted_share(2048, 1) == 1
+    cheaper = [dcp_cost.exchange_seconds(dcp_cost.FLASHMLA_SM90, 2048, 16, 8, 220e9, share) for share in (1.0, dcp_cost.compacted_share(2048, 8))]
+    assert cheaper[1] < cheaper[0]

@@ -131,6 +131,8 @@ class CKVGatherConfig:
     """What the interleave may become after the buffers were sized; 0: it is final."""
     discard_on_sleep: bool = False
     """Sleep mode is on: the buffers go to sleep, and need not be kept."""
+    exchange_share: float = 1.0
+    """Of the exchange path's kernel time, where its layers compact top-k."""
     waits_in_kernels: str | None = None
     """See the function."""
 

@@ -30,6 +30,7 @@ from vllm.v1.attention.ops.ckv_prefetch_plan import (
 from vllm.v1.attention.ops.ckv_remap import warm_up_remap
 from vllm.v1.attention.ops.dcp_cost import (
     KernelTimes,
+    compacted_share,
     exchange_seconds,
     gather_seconds,
 )
@@ -145,7 +146,9 @@ def gather_costs_more(
         world_size,
         config.record_bytes,
         link,
-    ) > exchange_seconds(times, prefill_tokens, heads, world_size, link)
+    ) > exchange_seconds(
+        times, prefill_tokens, heads, world_size, link, config.exchange_share
+    )
 
 
 # ----------------------------------------------------------------------------- plan
@@ -434,6 +437,7 @@ def make_ckv_gather_planner(
     """
     if config is None:
         return None
+    topk = vllm_config.model_config.hf_text_config.index_topk
     layers = vllm_config.compilation_config.static_forward_context
     for impl in (layers[name].impl for name in layer_names if name in layers):
         if impl.ckv_gather.rows_per_rank < config.rows_per_rank:
@@ -446,12 +450,10 @@ def make_ckv_gather_planner(
             )
         if config.prefetch and impl.ckv_workspace.prefetch is None:
             config = replace(config, prefetch=False)
-    warm_up_remap(
-        config.dcp_world_size,
-        config.interleave,
-        vllm_config.model_config.hf_text_config.index_topk,
-        device,
-    )
+        if getattr(impl, "compact_topk", False):
+            share = compacted_share(topk, config.dcp_world_size)
+            config = replace(config, exchange_share=share)
+    warm_up_remap(config.dcp_world_size, config.interleave, topk, device)
     return CKVGatherPlanner(config, device, times)
 
 

@@ -9,8 +9,8 @@ takes from its caller once it exists. So: put the ids that are valid in front, a
 upstream's converter can, and write that metadata from their counts.
 
 vLLM calls the kernel with one request of T rows, so one range of blocks governs all
-rows: E = ceil(longest row / 64) blocks, at least one, cut into parts for idle
-multiprocessors as far as there are any. In FlashMLA's terms, of struct
+rows: E = ceil(longest row / 64) blocks, at least one, cut into parts of
+n = ceil((E + 5) / parts there may be) for idle multiprocessors. In FlashMLA's terms, of struct
 DecodingSchedMeta (csrc/params.h), all int32:
 
     part   begin_req, end_req, begin_block, end_block (exclusive), begin_split,
@@ -36,6 +36,9 @@ from vllm.triton_utils import tl, triton
 
 BLOCK_TOKENS = 64  # of the kernel
 META_INTS = 8  # of DecodingSchedMeta
+# What a part costs besides its blocks, in blocks: FlashMLA's own figure for SM90. So a row
+# that is all here is cut as FlashMLA would cut it.
+PART_COST = 5
 _COUNTS_AT_ONCE = 1024
 
 
@@ -63,6 +66,7 @@ def _write_sched_meta_kernel(
     MAX_BLOCKS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     META_INTS: tl.constexpr,
+    PART_COST: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     longest = tl.zeros((AT_ONCE,), dtype=tl.int32)
@@ -73,7 +77,7 @@ def _write_sched_meta_kernel(
         )
     blocks = (tl.max(longest, axis=0) + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     blocks = tl.minimum(tl.maximum(blocks, 1), MAX_BLOCKS)
-    per_part = (blocks + NUM_PARTS - 1) // NUM_PARTS
+    per_part = (blocks + PART_COST + NUM_PARTS - 1) // NUM_PARTS
     used = (blocks + per_part - 1) // per_part
 
     part = tl.arange(0, PARTS_BLOCK)
@@ -133,6 +137,7 @@ def write_sched_meta(
         MAX_BLOCKS=topk // BLOCK_TOKENS,
         BLOCK_TOKENS=BLOCK_TOKENS,
         META_INTS=META_INTS,
+        PART_COST=PART_COST,
         AT_ONCE=_COUNTS_AT_ONCE,
         num_warps=4,
     )

@@ -110,7 +110,9 @@ def check_narrowing(heads: int, topk: int, softmax_scale: float) -> str | None:
     tokens = _CHECK_PAGES * BLOCK_TOKENS
     cache = torch.zeros((tokens, 656), dtype=torch.uint8, device=device)
     cache[:, :512] = random(tokens, 512).to(torch.float8_e4m3fn).view(torch.uint8)
-    scales = torch.full((tokens, 4), 0.25, device=device)
+    # Small values: outputs are bfloat16, and one that rounds another way is to be within
+    # the tolerance.
+    scales = torch.full((tokens, 4), 0.05, device=device)
     cache[:, 512:528] = scales.view(torch.uint8)
     cache[:, 528:] = random(tokens, 64).to(torch.bfloat16).view(torch.uint8)
     cache = cache.view(_CHECK_PAGES, BLOCK_TOKENS, 1, 656)
