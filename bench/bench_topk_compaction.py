@@ -112,13 +112,15 @@ class Layer:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few batches, few repeats")
+    parser.add_argument("--rows", type=int, nargs="+", default=None, help="batch sizes (default: 1 to 512, and 8,192 rows of a prefill)")
     args = parser.parse_args()
     generator = torch.Generator("cuda").manual_seed(0)
     torch.manual_seed(0)
     cache = make_records(PAGES * PAGE, "cuda").view(PAGES, PAGE, -1)
-    points = [("even", rows, world, heads) for heads in HEADS for world in WORLDS for rows in ((8, 64) if args.quick else BATCHES)]
-    points += [("even", PREFILL, world, heads) for heads in HEADS for world in WORLDS]
-    points += [(kind, rows, 8, heads) for kind in ("one full row", "all here") for heads in HEADS for rows in ((64,) if args.quick else BATCHES)]
+    batches = args.rows or ((8, 64) if args.quick else BATCHES)
+    points = [("even", rows, world, heads) for heads in HEADS for world in WORLDS for rows in batches]
+    points += [("even", PREFILL, world, heads) for heads in HEADS for world in WORLDS if args.rows is None]
+    points += [(kind, rows, 8, heads) for kind in ("one full row", "all here") for heads in HEADS for rows in batches]
     results = []
     for kind, rows, world, heads in points:
         layer = Layer(kind, rows, world, heads, cache, generator)
