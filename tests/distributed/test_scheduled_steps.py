@@ -250,14 +250,15 @@ WORLDS = [  # world, runner, interleave, drafts, asynchronous, steps
     (2, "v1", 64, 3, False, 400),
     (2, "v1", 1, 0, False, 300),
     (2, "v2", 16, 0, True, 400),
-    (4, "v2", 64, 1, False, 200),
+    (2, "v2", 1, 1, True, 200),
+    (4, "v2", 64, 1, False, 100),
     (8, "v2", 16, 0, False, 100),
 ]
 
 
 @pytest.mark.parametrize("world, runner, interleave, drafts, asynchronous, steps", WORLDS)
 def test_random_steps(world, runner, interleave, drafts, asynchronous, steps):
-    """2,200 steps in all, with shared blocks, decodes as writers, verified drafts, aborts and preemption."""
+    """2,300 steps in all, with shared blocks, decodes as writers, verified drafts, aborts and preemption."""
     first, *others = ranks(world, _random_steps, runner, interleave, drafts, asynchronous, steps)
     for seen in (first, *others):
         assert seen.wrong == []

@@ -150,14 +150,16 @@ def sleep_and_wake(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]
 
 def start(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Start an engine and answer; return its warnings and what exists in it. For a start that upstream refuses, the error."""
-    import logging
-
-    import vllm.logger  # noqa: F401  it sets the handlers anew
+    from vllm.v1.attention.ops import dcp_features
 
     warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("vllm").addHandler(handler)
+    warn = dcp_features.logger.warning_once
+
+    def noted(text: str, *args: Any) -> None:
+        warnings.append(text % args)
+        warn(text, *args)
+
+    dcp_features.logger.warning_once = noted
     try:
         llm = make_engine(world, job)
     except (NotImplementedError, ValueError) as error:

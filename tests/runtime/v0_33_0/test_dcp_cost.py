@@ -3,14 +3,19 @@
 import dataclasses
 from types import SimpleNamespace as NS
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.ops import dcp_cost
 from vllm.v1.attention.ops.ckv_config import CKVGatherConfig
 from vllm.v1.attention.ops.ckv_plan import CKVGatherPlanner, gather_costs_more
+from vllm.v1.attention.ops.ckv_prefetch import ckv_capture
 from vllm.v1.attention.ops.dcp_cost import FLASHMLA_SM90, exchange_bytes, exchange_seconds, gather_bytes, gather_seconds
+from vllm.v1.attention.ops.step_writes import HostBlockTable
+from vllm.v1.metrics import dcp_steps
 
 pytestmark = [pytest.mark.base("v0.33.0")]
 
@@ -57,7 +62,7 @@ def test_more_costs_more(rows, context, shape, gbps, timed):
         kernels = gather(rows, gathered, 0, link) - bytes_ahead / link - times.pack * gathered / world
         assert ahead == pytest.approx(max(packed, kernels))
     else:
-        assert ahead == 0
+        assert ahead == base
     assert exchange_seconds(times, rows, heads, world, link) < exchange_seconds(times, rows + 132, heads, world, link)
 
 
@@ -91,12 +96,23 @@ def test_slow_links_count_bytes():
     assert not gather_costs_more(slow, FLASHMLA_SM90, 200, 65536, 0)
 
 
-def plan(config, rows, context, times=FLASHMLA_SM90):
+def test_without_kernel_times_every_byte_counts():
+    """Nobody knows what would hide a look-ahead: 500,000 tokens of history for 17 rows are no bargain, whatever the link."""
+    for link in (25, 220):
+        config = dataclasses.replace(CONFIG, link_gbps=link)
+        assert gather_costs_more(config, None, 17, 524288, 524000)
+        assert not gather_costs_more(config, None, 8192, 524288, 516000)
+
+
+def plan(config, rows, context, times=FLASHMLA_SM90, **planner):
     lens, starts = torch.tensor([context], dtype=torch.int32), torch.tensor([0, rows], dtype=torch.int32)
     common = NS(query_start_loc_cpu=starts, query_start_loc=starts, seq_lens_cpu_upper_bound=lens, seq_lens=lens, is_prefilling=torch.tensor([True]), num_actual_tokens=rows,
                 block_table_tensor=torch.zeros((1, 4), dtype=torch.int32), req_idx=None)  # fmt: skip
     metadata = NS(prefill=None, req_id_per_token=torch.zeros(rows, dtype=torch.int32))
-    return CKVGatherPlanner(config, torch.device("cpu"), times).plan(common, metadata)
+    made = CKVGatherPlanner(config, torch.device("cpu"), times)
+    for name, value in planner.items():
+        setattr(made, name, value)
+    return made.plan(common, metadata)
 
 
 def test_the_planner_chooses():
@@ -106,6 +122,57 @@ def test_the_planner_chooses():
     # The bounds hold whatever is cheaper.
     assert plan(dataclasses.replace(CONFIG, always=True), 16, 65536) is None
     assert plan(dataclasses.replace(CONFIG, max_tokens=65535), 4096, 65536) is None
+
+
+def test_the_planner_counts_what_looks_ahead():
+    """A chunk between the two prices: with its history ahead it gathers, without it does not."""
+    config = dataclasses.replace(CONFIG, prefetch=True)
+    table = HostBlockTable(np.arange(4096, dtype=np.int32)[None], np.array([4096], dtype=np.int32), 64)
+    rows = next(n for n in range(17, 4096) if gather_costs_more(config, FLASHMLA_SM90, n, 65536, 0) and not gather_costs_more(config, FLASHMLA_SM90, n, 65536, 65536 - n))
+    assert plan(config, rows, 65536) is None
+    found = plan(config, rows, 65536, host_blocks=table)
+    assert found is not None and found.prefetch.tables is not None
+
+
+def test_a_capture_never_plans():
+    """Of any kind of graph, also where the builder does not know of it."""
+    always = dataclasses.replace(CONFIG, always=True)
+    assert plan(always, 4096, 65536) is not None
+    dcp_steps.take_step_counts()
+    with ckv_capture():
+        assert plan(always, 4096, 65536) is None
+    assert dcp_steps.take_step_counts() is None
+    assert plan(always, 4096, 65536) is not None
+
+
+@pytest.mark.parametrize("mode, gathers", [(None, True), (CUDAGraphMode.PIECEWISE, True), (CUDAGraphMode.FULL_AND_PIECEWISE, False), (CUDAGraphMode.FULL_DECODE_ONLY, False)])
+def test_a_full_graph_of_decodes_does_not_gather(mode, gathers):
+    """Twenty last tokens of prompts: all queries are as short as decodes, so a graph runs them, which holds the exchange."""
+    always = dataclasses.replace(CONFIG, always=True)
+    lens, starts = torch.full((20,), 3000, dtype=torch.int32), torch.arange(21, dtype=torch.int32)
+    common = NS(query_start_loc_cpu=starts, query_start_loc=starts, seq_lens_cpu_upper_bound=lens, seq_lens=lens, is_prefilling=torch.ones(20, dtype=torch.bool), num_actual_tokens=20,
+                block_table_tensor=torch.zeros((20, 4), dtype=torch.int32), req_idx=np.arange(20))  # fmt: skip
+    metadata = NS(prefill=None, req_id_per_token=torch.arange(20, dtype=torch.int32))
+    planner = CKVGatherPlanner(always, torch.device("cpu"), compilation_config=NS(cudagraph_mode=mode))
+    dcp_steps.take_step_counts()
+    assert (planner.plan(common, metadata) is not None) == gathers
+    assert dcp_steps.take_step_counts() == ({"gather: prefetch is off": 1} if gathers else {"exchange: a CUDA graph of decodes": 1})
+
+
+@pytest.mark.parametrize("req_idx, gathers", [(None, True), (np.arange(1), False)])
+def test_a_dummy_batch_of_runner_v2_does_not_gather(req_idx, gathers):
+    """An idle rank's long query does not prefill. Runner V1 has none, and there it is a resumed request."""
+    always = dataclasses.replace(CONFIG, always=True)
+    lens, starts = torch.tensor([64], dtype=torch.int32), torch.tensor([0, 64], dtype=torch.int32)
+    common = NS(query_start_loc_cpu=starts, query_start_loc=starts, seq_lens_cpu_upper_bound=lens, seq_lens=lens, is_prefilling=torch.tensor([False]), num_actual_tokens=64,
+                block_table_tensor=torch.zeros((1, 4), dtype=torch.int32), req_idx=req_idx)  # fmt: skip
+    metadata = NS(prefill=None, req_id_per_token=torch.zeros(64, dtype=torch.int32))
+    assert (CKVGatherPlanner(always, torch.device("cpu")).plan(common, metadata) is not None) == gathers
+
+
+def test_lengths_below_the_query_are_an_error():
+    with pytest.raises(RuntimeError, match="host lengths"):
+        plan(dataclasses.replace(CONFIG, always=True), 100, 95)
 
 
 def test_compacted_kernels_as_measured():

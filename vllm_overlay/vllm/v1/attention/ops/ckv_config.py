@@ -176,6 +176,14 @@ class CKVGatherConfig:
                 "The DCP CKV gather does not support prefill context parallelism, "
                 "which has a KV gather of its own. Set VLLM_DCP_CKV_GATHER=0."
             )
+        speculative = vllm_config.speculative_config
+        if speculative is not None and getattr(
+            speculative, "enable_adaptive_verification", False
+        ):
+            raise NotImplementedError(
+                "The DCP CKV gather plans from host query lengths, which adaptive "
+                "verification decides on the device. Set VLLM_DCP_CKV_GATHER=0."
+            )
         scheduler_config = vllm_config.scheduler_config
         model_config = vllm_config.model_config
         return cls(

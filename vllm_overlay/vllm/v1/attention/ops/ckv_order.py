@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.attention.ops.ckv_config import ckv_gather_flags
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ def move_verifications_up(
     computed = input_batch.num_computed_tokens_cpu[:num_reqs]
     # What upstream calls a long extend: one region, neither decode nor first chunk.
     region = np.flatnonzero((computed > 0) & (scheduled > decode_threshold))
-    verifies = computed[region] >= input_batch.num_prompt_tokens[region]
+    # Longer queries recompute what a preempted request had generated.
+    verifies = (computed[region] >= input_batch.num_prompt_tokens[region]) & (
+        scheduled[region] <= max_decode_query_len(vllm_config)
+    )
     front = int(verifies.sum())
     late = region[front:][verifies[front:]]
     for target, source in zip(region[:front][~verifies[:front]], late):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.ops.ckv_config import CKVGatherConfig
@@ -38,7 +39,7 @@ from vllm.v1.attention.ops.step_writes import HostBlockTable, rows_written_by_ba
 from vllm.v1.metrics.dcp_steps import count_prefill_batch
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CompilationConfig, VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 logger = init_logger(__name__)
@@ -48,7 +49,10 @@ logger = init_logger(__name__)
 
 
 def gathered_requests(
-    query_lens: np.ndarray, prefilling: np.ndarray, decode_query_len: int
+    query_lens: np.ndarray,
+    prefilling: np.ndarray,
+    decode_query_len: int,
+    by_length: bool = True,
 ) -> tuple[int, int]:
     """Which requests of a batch can gather: [first, last), all of them prefilling.
 
@@ -61,15 +65,17 @@ def gathered_requests(
         query_lens: integers [requests] of this step, 0 for padding.
         prefilling: bool [requests or fewer], `is_prefilling` of the batch.
         decode_query_len: the longest query that verifies drafts, 1 without any.
+        by_length: longer queries prefill whatever `prefilling` says. A resumed request
+            that recomputes its own output does not count as prefilling in model runner
+            V1, but nothing else has such a query there. In V2 it does, and a long query
+            that does not prefill is a dummy, of an idle rank.
 
     """
     real = np.flatnonzero(query_lens > 0)
     if not len(real):
         return 0, 0
     last = int(real[-1]) + 1
-    # A resumed request that recomputes its own output does not count as prefilling
-    # in model runner V1, but nothing else has such a query either.
-    prefills = query_lens > decode_query_len
+    prefills = query_lens > (decode_query_len if by_length else np.inf)
     prefills[: len(prefilling)] |= prefilling[: len(prefills)]
     decodes = np.flatnonzero(~prefills[:last] & (query_lens[:last] > 0))
     first = int(decodes[-1]) + 1 if len(decodes) else int(real[0])
@@ -83,6 +89,7 @@ def ckv_gather_refusal(
     context_tokens: int,
     rows: int = 0,
     dense_mha: bool = False,
+    decode_graph: bool = False,
     capturing: bool = False,
 ) -> str | None:
     """Why the prefill rows of a batch keep the exchange path; None: they may gather.
@@ -96,6 +103,8 @@ def ckv_gather_refusal(
         context_tokens: global KV lengths of these requests, summed.
         rows: the most rows of them that a rank has, `CKVLayout.padded_total`.
         dense_mha: upstream's dense MHA path takes prefill rows.
+        decode_graph: all queries are as short as a decode, last tokens of prompts among
+            them, and a full CUDA graph of decodes may run the batch.
         capturing: the metadata is for a CUDA graph capture.
 
     """
@@ -109,6 +118,8 @@ def ckv_gather_refusal(
         return "no prefill rows"
     if dense_mha:
         return "dense MHA prefill"
+    if decode_graph:
+        return "a CUDA graph of decodes"
     if prefill_tokens <= config.min_tokens:
         return "too few prefill tokens"
     if context_tokens > config.max_tokens:
@@ -206,6 +217,7 @@ class CKVGatherPlanner:
         config: of the engine.
         device: of the plans' tensors.
         times: of the backend's kernels; None: the choice counts bytes alone.
+        compilation_config: of the engine.
 
     """
 
@@ -220,13 +232,22 @@ class CKVGatherPlanner:
         config: CKVGatherConfig,
         device: torch.device,
         times: KernelTimes | None = None,
+        compilation_config: "CompilationConfig | None" = None,
     ) -> None:
         self.config = config
         self.device = device
         self.times = times
+        self.compilation_config = compilation_config
         self.page_table = torch.arange(
             config.gathered_rows // CKV_PAGE_ROWS, dtype=torch.int32, device=device
         ).view(1, -1)
+
+    @property
+    def full_decode_graphs(self) -> bool:
+        """Batches of decodes run as full graphs. Asked for each batch: upstream
+        resolves the mode after it has made the builders."""
+        mode = getattr(self.compilation_config, "cudagraph_mode", None)
+        return mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
 
     def plan(
         self,
@@ -257,6 +278,8 @@ class CKVGatherPlanner:
             query_lens,
             np.zeros(0, bool) if prefilling is None else prefilling.numpy(),
             config.decode_query_len,
+            # Only model runner V2 names the rows of its tables.
+            by_length=common.req_idx is None,
         )
         if first == last:
             return None
@@ -269,6 +292,11 @@ class CKVGatherPlanner:
         all_lens = common.seq_lens_cpu_upper_bound.numpy()
         chunk_lens = query_lens[first:last]
         seq_lens = np.where(chunk_lens > 0, all_lens[first:last], 0)
+        if (seq_lens < chunk_lens).any():
+            raise RuntimeError(
+                f"Requests of {seq_lens} tokens cannot have queries of {chunk_lens}: "
+                "the host lengths of this batch are wrong."
+            )
         prefill_tokens = int(chunk_lens.sum())
         prefill = metadata.prefill
         capturing = self.capturing or in_ckv_capture()
@@ -279,6 +307,8 @@ class CKVGatherPlanner:
             context_tokens=int(seq_lens.sum(dtype=np.int64)),
             rows=layout.padded_total,
             dense_mha=prefill is not None and prefill.use_dense_mha,
+            decode_graph=self.full_decode_graphs
+            and int(query_lens.max()) <= config.decode_query_len,
             capturing=capturing,
         )
         if refusal is None:
@@ -454,7 +484,7 @@ def make_ckv_gather_planner(
             share = compacted_share(topk, config.dcp_world_size)
             config = replace(config, exchange_share=share)
     warm_up_remap(config.dcp_world_size, config.interleave, topk, device)
-    return CKVGatherPlanner(config, device, times)
+    return CKVGatherPlanner(config, device, times, vllm_config.compilation_config)
 
 
 @contextmanager

@@ -353,8 +353,14 @@ class CKVPrefetchState:
         read = self._streams.record(self._streams.main())
         self._buffers[lease.buffer] = _Buffer(read=read)
 
-    def reset(self) -> None:
-        """Forget steps and layers, as when caches are bound or freed.
+    @property
+    def in_step(self) -> bool:
+        """A layer of the forward pass that runs has begun here."""
+        return self._step is not None
+
+    def recover(self) -> None:
+        """End whatever a failed step left, as on a rank where it did not fail: which
+        layers follow each other stays known, or ranks would gather differently.
 
         Blocks the host until both streams have done what uses the buffers: after this
         the memory they read and write may go.
@@ -366,6 +372,10 @@ class CKVPrefetchState:
             self._streams.synchronize(self._streams.record(self._streams.main()))
         self._buffers = [_Buffer() for _ in range(NUM_BUFFERS)]
         self._step = self._last = None
+
+    def reset(self) -> None:
+        """`recover`, and forget the layers, as when caches are bound or freed."""
+        self.recover()
         self._follows.clear()
 
     def close(self) -> None:

@@ -305,8 +305,10 @@ class CKVPrefetcher:
             self.state.end_step()
 
     def fail(self, error: BaseException) -> None:
-        """See `ckv_step`. Only notes it: nothing may hide the error that is raised."""
-        if self._failure is None:
+        """See `ckv_step`. Only notes it: nothing may hide the error that is raised.
+        Nothing happened here before the first layer of a pass has begun."""
+        touched = self.state.in_step or self._layer is not None
+        if touched and self._failure is None:
             self._failure = f"{type(error).__name__}: {error}"
 
     def _recover(self) -> None:
@@ -315,7 +317,8 @@ class CKVPrefetcher:
         try:
             # Of what was enqueued when it failed, the state may not know.
             self.streams.synchronize(self.streams.record(self.streams.side()))
-            self.reset()
+            self.state.recover()
+            self._layer = self._lease = self._failure = None
         except RuntimeError as error:
             raise RuntimeError(
                 "The CKV prefetch cannot go on after an earlier step failed with "

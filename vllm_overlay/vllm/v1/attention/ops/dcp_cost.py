@@ -164,7 +164,8 @@ def gather_seconds(
         return gather_bytes(rows, record_bytes, dcp_world_size) / link_bytes_per_s
 
     if times is None:
-        return link(gathered_rows - ahead_rows)
+        # What would hide a look-ahead is not known: its bytes count as any others.
+        return link(gathered_rows)
     late_rows = gathered_rows - ahead_rows
     kernel = times.gather_launches + min(
         fp8_seconds(times, rows, local_heads),
