@@ -349,4 +349,4 @@ def test_colour_on_a_terminal_only(applied, environment, colour):
 
 
 def test_verbose_shows_the_git_commands(project):
-    assert "+ git read-tree" in project.apply("-v").err
+    assert "+ git mailinfo" in project.apply("-v").err

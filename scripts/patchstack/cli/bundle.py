@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a bundle for a GPU host without network: parts of at most 60 MiB and one script that assembles them and runs a command.
-
-The host needs Linux x86-64, Python 3.12, PyTorch 2.11 with CUDA 13, Triton, transformers and pytest. The bundle brings the patched
-vLLM with the compiled extensions that sparse MLA uses, the packages that vLLM imports, and this project's tests/ and bench/.
---layer is for kernels and layers, --engine for the whole engine. Flash-attention is left out (480 MB): a stub stands for it.
-"""
+"""apply.py bundle"""
 import pathlib
 import shlex
 
@@ -12,6 +7,14 @@ from .. import bundle, wheel
 from ..errors import OK, Usage
 from ..pins import ROOT, find_base, load_bases
 from ..report import table
+
+HELP = """\
+Make a bundle for a GPU host without network: parts of at most 60 MiB and one script that assembles them and runs a command.
+
+The host needs Linux x86-64, Python 3.12, PyTorch 2.11 with CUDA 13, Triton, transformers and pytest. The bundle brings the patched
+vLLM with the compiled extensions that sparse MLA uses, the packages that vLLM imports, and this project's tests/ and bench/.
+--layer is for kernels and layers, --engine for the whole engine. Flash-attention is left out (480 MB): a stub stands for it.
+"""
 
 
 def configure(parser) -> None:
