@@ -12,7 +12,7 @@ from .errors import Refused
 from .patchfile import unsafe_path
 
 # A vLLM sdist has some 9,000 files, 140 MB unpacked, the largest 3 MB.
-MOST_MEMBERS, MOST_BYTES, LARGEST_FILE = 200_000, 2 << 30, 64 << 20
+MOST_MEMBERS, MOST_BYTES, LARGEST_FILE = 50_000, 1 << 30, 64 << 20
 _NO_SDIST = "this is no proper sdist: fetch it again"
 
 

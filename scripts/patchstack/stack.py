@@ -130,6 +130,7 @@ def add_patch(index: Git, committer: Committer, tip: Tip, mail: Mail) -> Tip:
         said = done.stderr.decode("utf-8", "replace")
         if cannot_write(said):
             raise GitError(["git", "apply"], done.returncode, said)
+        refuse_unseen(mail.patch, index.try_run("apply", "--numstat", "-z", str(mail.diff)).stdout)  # it may fail at what we do not see
         raise Conflict(explain_failure(mail.patch, said, lambda path: _lines_of(index, tip.files.get(path))),
                        "check that the tree is the pinned base (`apply.py status`); after an upstream change, edit the patch in a tree and `apply.py export` it")  # fmt: skip
     refuse_unseen(mail.patch, done.stdout)

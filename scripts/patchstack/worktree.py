@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from . import foreign, workspace
 from .disk import SUBMODULE, Disk, tree_id
-from .errors import Refused
+from .errors import Refused, fatal_first
 from .git import Git
 
 
@@ -37,17 +37,19 @@ def look(top: pathlib.Path, git: Git, only: Collection[str] | None = None) -> Se
     head = git.resolve("HEAD^{commit}")
     if head is None:
         return None
-    tree = git.text("rev-parse", f"{head}^{{tree}}")
-    files = {path: f"{mode} {oid}" for mode, oid, path in _records(git.run("ls-tree", "-r", "-z", head), 2)}
-    if tree_id(files) != tree:
-        raise Refused(f"the objects of {top} are damaged: what HEAD lists is not the tree {tree}", f"git -C {top} fsck   shows what; a new clone mends it")
+    listed = git.try_run("ls-tree", "-r", "-z", head)
+    tree = git.resolve(f"{head}^{{tree}}")
+    files = {path: f"{mode} {oid}" for mode, oid, path in _records(listed.stdout, 2)}
+    if listed.returncode or tree_id(files) != tree:
+        why = "".join(f"\n  {line}" for line in fatal_first(listed.stderr.decode("utf-8", "replace")))
+        raise Refused(f"the objects of {top} are damaged, or some are missing: HEAD does not list the tree {tree}{why}", f"git -C {top} fsck   shows what; a new clone mends it")
     index, absent = _index(git)
     staged = {path for path in files.keys() | index.keys() if files.get(path) != index.get(path)}
     disk = Disk(top)
     if only is None:
         wanted = files.keys() | index.keys()
     else:
-        listed = git.run("diff-files", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", env={"GIT_WORK_TREE": str(top)})
+        listed = git.run("diff-files", "--name-only", "-z", "--no-renames", "--ignore-submodules=dirty", env={"GIT_WORK_TREE": str(top)})
         wanted = {path for path in {*only, *listed.decode("utf-8", "surrogateescape").split("\0")} if path in files}
     found = disk.blobs(wanted)
     differ = {path for path, blob in found.items() if blob != files.get(path) and not (blob is None and path in absent)}

@@ -343,5 +343,5 @@ def copy_of(template: Project, room: pathlib.Path) -> Project:
     shutil.copytree(template.room, room, symlinks=True, dirs_exist_ok=True)
     project = Project(room)
     for toml in (project.root / "patches").glob("*/base.toml"):
-        toml.write_text(toml.read_text().replace(str(template.upstream), str(project.upstream)))
+        toml.write_text(toml.read_text().replace(str(template.upstream), json.dumps(str(project.upstream), ensure_ascii=False)[1:-1]))
     return project

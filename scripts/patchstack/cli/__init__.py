@@ -58,6 +58,8 @@ def _finish_export(args, ui: Ui) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code. Expected failures print a message and the next step, never a traceback."""
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="surrogateescape")  # names that are no UTF-8 are shown as they are
     parser, modules = _parser(argv)
     args = parser.parse_args(argv)
     ui = Ui(args.command, as_json=args.json, verbose=args.verbose)
