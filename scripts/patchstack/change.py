@@ -14,7 +14,6 @@ import errno
 import os
 import pathlib
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -96,7 +95,7 @@ def _plan(tree: "_Root", edit: Edit) -> Change:
         raise Refused(f"{tree.name(edit.path)} is {_named(there)}, expected was {_named(edit.before)}: something else changed it just now", "look what writes there, then run the same command again; nothing was changed")
     owner, bits = tree.keeps(edit.path, edit.after[0] if edit.after else None)
     after = f"{edit.after[0]} {blob_id(edit.after[1])}" if edit.after else None
-    return Change(edit.path, edit.before, after, f".{pathlib.PurePosixPath(edit.path).name[:100]}.patchstack-{secrets.token_hex(6)}", owner, bits)
+    return Change(edit.path, edit.before, after, f".{pathlib.PurePosixPath(edit.path).name[:100]}.patchstack-{os.urandom(6).hex()}", owner, bits)
 
 
 def _named(blob: str | None) -> str:
@@ -210,43 +209,38 @@ class _Root:
         self.root = root
 
     def __enter__(self) -> "_Root":
-        self._fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        self._open = {"": os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)}
         return self
 
     def __exit__(self, *_) -> None:
-        os.close(self._fd)
+        for fd in self._open.values():
+            os.close(fd)
 
     def name(self, path: str) -> str:
         return f"{self.root}/{path}"
 
-    @contextlib.contextmanager
-    def _folder(self, folder: str) -> Iterator[int]:
-        """An open folder below the root. Raises FileNotFoundError, or Refused where a link or a file stands in the way."""
-        fd = os.dup(self._fd)
-        try:
-            for part in folder.split("/") if folder else ():
-                try:
-                    below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-                except OSError as e:
-                    if e.errno in (errno.ELOOP, errno.ENOTDIR):
-                        raise Refused(f"{self.name(folder)}: {part} is a link or a file, not a folder", "move it away, then run the same command again; nothing was changed") from None
-                    raise type(e)(e.errno, e.strerror, self.name(folder)) from None
-                os.close(fd)
-                fd = below
-            yield fd
-        finally:
-            os.close(fd)
+    def _folder(self, folder: str) -> int:
+        """A folder below the root, which stays open. Raises FileNotFoundError, or Refused where a link or a file stands in the way."""
+        if folder not in self._open:
+            above, _, name = folder.rpartition("/")
+            try:
+                self._open[folder] = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._folder(above))
+            except OSError as e:
+                if e.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise Refused(f"{self.name(folder)} is a link or a file, not a folder", "move it away, then run the same command again; nothing was changed") from None
+                raise type(e)(e.errno, e.strerror, self.name(folder)) from None
+        return self._open[folder]
 
     @contextlib.contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
         folder, _, name = path.rpartition("/")
-        with self._folder(folder) as fd:
-            try:
-                yield fd, name
-            except OSError as e:
-                if e.errno in (errno.EBUSY, errno.EXDEV):
-                    raise Refused(f"{self.name(path)} is a mount point ({os.strerror(e.errno)}): it can be neither replaced nor removed", "unmount it, then run the same command again; everything was taken back") from None
-                raise type(e)(e.errno, e.strerror, self.name(path)) from None
+        fd = self._folder(folder)
+        try:
+            yield fd, name
+        except OSError as e:
+            if e.errno in (errno.EBUSY, errno.EXDEV):
+                raise Refused(f"{self.name(path)} is a mount point ({os.strerror(e.errno)}): it can be neither replaced nor removed", "unmount it, then run the same command again; everything was taken back") from None
+            raise type(e)(e.errno, e.strerror, self.name(path)) from None
 
     def _read(self, folder: int, name: str) -> tuple[os.stat_result, bytes] | None:
         """(status, content) of a regular file; (status, b"") of anything else."""
@@ -292,9 +286,8 @@ class _Root:
         folder = path.rpartition("/")[0]
         while True:
             try:
-                with self._folder(folder) as fd:
-                    there = os.fstat(fd)
-                    return there.st_uid, there.st_gid
+                there = os.fstat(self._folder(folder))
+                return there.st_uid, there.st_gid
             except FileNotFoundError:
                 folder = folder.rpartition("/")[0]
 
@@ -306,8 +299,7 @@ class _Root:
             for count in range(1, len(parts) + 1):
                 folder = "/".join(parts[:count])
                 try:
-                    with self._folder(folder):
-                        pass
+                    self._folder(folder)
                 except FileNotFoundError:
                     missing[folder] = None
         return list(missing)
@@ -324,6 +316,8 @@ class _Root:
         try:
             with self._parent(folder) as (fd, name):
                 os.rmdir(name, dir_fd=fd)
+            if folder in self._open:
+                os.close(self._open.pop(folder))
         except (FileNotFoundError, Refused):
             pass
         except OSError as e:

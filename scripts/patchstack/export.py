@@ -110,7 +110,7 @@ def plan(target: pathlib.Path, base: Base, allow_drop: bool, ui: Ui) -> Export:
     upstream = None if lock else fetch(base, "auto", ui)
     pinned_tree = lock.base_tree if lock else Git(upstream.git_dir, git_dir=upstream.git_dir).text("rev-parse", f"{upstream.commit}^{{tree}}")
     with foreign.opened(place, ui.git) as git:
-        seen = worktree.look(target, git, only=())
+        seen = worktree.glance(target, git, ())
         if seen is None:
             raise Refused(f"{target} has no commit", f"python apply.py apply --ref {base.tag} --dest NEW_DIRECTORY")
         inplace.refuse_dirty(target, seen)
@@ -146,10 +146,10 @@ def _patch_files(scratch: Git, base: Base, base_commit: str, overlay: dict[str, 
     """One patch file per commit; the present file where it still makes the very same commit."""
     rendered = [(topic, commit, render(scratch, commit, base.folder / f"{topic}.patch")) for topic, commit in topics]
     kept = {topic: read_patch(patch.path) for topic, _, patch in rendered if patch.path.exists()}
-    tip = stack.start(scratch, base_commit, sorted({path for patch in (*kept.values(), *(p for _, _, p in rendered)) for path in patch.paths}))
+    tip = stack.start(scratch, base_commit, sorted({path for patch in (*kept.values(), *(p for _, _, p in rendered)) for path in patch.paths}), overlay)
     if overlay:
         with Committer(scratch) as committer:
-            tip = stack.add_overlay(scratch, committer, tip, overlay)
+            tip = stack.add_overlay(committer, tip, overlay)
     for topic, commit, patch in rendered:
         made = _commit_alone(scratch, tip, patch)
         if made is None or _said(scratch, commit) != _said(scratch, made.commit):
@@ -166,10 +166,11 @@ def _commit_alone(scratch: Git, tip: stack.Tip, patch: PatchFile) -> stack.Tip |
     with workspace.temporary() as folder:
         (mail,) = stack.read_mails(scratch, [patch], folder)
         try:
-            with Committer(scratch) as committer:
-                return stack.add_patch(stack.index_at(scratch, tip, folder / "index"), committer, tip, mail)
+            listed = stack.apply_patch(stack.index_at(scratch, tip, folder / "index"), mail)
         except (Conflict, Refused):
             return None
+        with Committer(scratch) as committer:
+            return stack.commit_patch(committer, tip, mail, listed)
 
 
 def _said(git: Git, commit: str) -> list[str]:
@@ -231,7 +232,7 @@ def finish_tree(target: pathlib.Path, ui: Ui) -> None:
     """Finish or take back what a killed run left in the tree to export."""
     place = inplace.place_of(target)
     if inplace.interrupted(place, ui.note):
-        with inplace.held(place, ui):
+        with foreign.opened(place, ui.git) as git, inplace.held(place, git, ui):
             pass
 
 
@@ -239,12 +240,13 @@ def record(export: Export, target: pathlib.Path, ui: Ui) -> None:
     """Note that what the tree holds is saved: `unapply` may drop it. Also for a run that finds the work of a killed one done."""
     place = inplace.place_of(target)
     with foreign.opened(place, ui.git) as git:
-        if git.resolve(gitstate.APPLIED_REF) == export.head or git.resolve("HEAD^{commit}") != export.head:  # somebody has committed more
+        recorded = gitstate.records_of(git).get(gitstate.APPLIED_REF)
+        if recorded == export.head or git.resolve("HEAD^{commit}") != export.head:  # somebody has committed more
             return
-    with inplace.held(place, ui) as (git, desk):
-        head = gitstate.head_of(git)
-        move = gitstate.Move("export", {}, {gitstate.APPLIED_REF: (git.resolve(gitstate.APPLIED_REF), export.head)}, (head, head), {}, gitstate.owners_of(place))
-        change.run(desk, place.top, "export", [], gitstate.Mover(git, place, desk.folder, move, ui.note), git=move.record())
+        with inplace.held(place, git, ui) as desk:
+            head = gitstate.head_of(git)
+            move = gitstate.Move("export", {}, {gitstate.APPLIED_REF: (recorded, export.head)}, (head, head), {}, gitstate.owners_of(place))
+            change.run(desk, place.top, "export", [], gitstate.Mover(git, place, desk.folder, move, ui.note), git=move.record())
 
 
 def choose_base(target: pathlib.Path, named: str | None, bases: list[Base], ui: Ui) -> Base:
@@ -252,7 +254,7 @@ def choose_base(target: pathlib.Path, named: str | None, bases: list[Base], ui: 
     place = inplace.place_of(target)
     inplace.refuse_linked(place)
     with foreign.opened(place, ui.git) as git:
-        recorded = gitstate.setting(git, place, gitstate.TAG_KEY)
+        recorded = gitstate.settings_of(git, place).get(gitstate.TAG_KEY)
     tag = named or recorded
     found = next((b for b in bases if tag in (b.tag, b.version)), None)
     if found is None:

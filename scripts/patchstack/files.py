@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """File-system steps that either happen whole or not at all: directory exchange, locks."""
 import contextlib
-import ctypes
 import errno
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Iterator
 
 from .errors import Refused
@@ -17,6 +15,8 @@ _RENAME_EXCHANGE = 2
 
 def exchange(a: pathlib.Path, b: pathlib.Path) -> None:
     """Swap two directories in one step (Linux renameat2). Raises Refused where that is not possible."""
+    import ctypes  # takes longer to load than most commands that do not come here have to spare
+
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         raise Refused("this system cannot swap two directories in one step (no renameat2)", "choose another place, or remove the old one first")
@@ -27,14 +27,20 @@ def exchange(a: pathlib.Path, b: pathlib.Path) -> None:
         raise OSError(code, os.strerror(code), str(b))
 
 
+def is_fresh(target: pathlib.Path) -> bool:
+    """Whether `target` is absent or an empty directory."""
+    return not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir()))
+
+
 def check_writable(folder: pathlib.Path, advice: str = "choose another --dest, or mend its permissions") -> None:
     """Raise Refused unless a file can be made in `folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):
             return
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        probe = folder / f".patchstack-{os.urandom(6).hex()}"
+        probe.touch()  # fails, and says why
+        probe.unlink()
     except OSError as e:
         raise Refused(f"cannot write in {folder}: {e.strerror}", f"{advice}; nothing was changed") from None
 

@@ -73,7 +73,10 @@ class Git:
         """An empty repository that can read the objects of `git_dirs` and has none of their configuration; removed at the end."""
         with workspace.temporary() as folder:
             git = cls(folder, git_dir=folder, log=log)
-            git.run("init", "--bare", "--quiet", "--initial-branch=scratch", ".")
+            (folder / "HEAD").write_text("ref: refs/heads/scratch\n")  # what `git init --bare` makes, without another process
+            (folder / "config").write_text("[core]\n\trepositoryformatversion = 0\n\tbare = true\n")
+            for name in ("objects", "objects/pack", "refs"):
+                (folder / name).mkdir()
             write_alternates(folder, [d / "objects" for d in git_dirs])
             write_shallow(folder, {line for d in git_dirs if (d / "shallow").is_file() for line in (d / "shallow").read_text().split()})
             yield git
@@ -105,10 +108,15 @@ class Git:
         """Run a content command and return what it did, whatever its exit code."""
         return self._call(self._sealed(args), sealed_environment() | dict(env or {}), input)
 
-    def popen(self, *args: str, stdout=subprocess.DEVNULL, stderr) -> subprocess.Popen[bytes]:
-        """Start a sealed command that is fed through stdin; the caller waits for it."""
-        return subprocess.Popen(self._sealed(args), cwd=self.cwd, env=sealed_environment() | self._places(), stdin=subprocess.PIPE, stdout=stdout, stderr=stderr,
+    def popen(self, *args: str, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr) -> subprocess.Popen[bytes]:
+        """Start a sealed command; the caller feeds it and waits for it."""
+        return subprocess.Popen(self._sealed(args), cwd=self.cwd, env=sealed_environment() | self._places(), stdin=stdin, stdout=stdout, stderr=stderr,
                                 pass_fds=tuple(workspace.held_fds))  # fmt: skip
+
+    def start(self, *args: str, stdin: pathlib.Path | None = None) -> "Started":
+        """Start a sealed command that runs beside others. It must not say more than a pipe holds."""
+        with (stdin or pathlib.Path(os.devnull)).open("rb") as f:
+            return Started(["git", *args], self.popen(*args, stdin=f, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
 
     def run(self, *args: str, input: bytes | None = None, env: Mapping[str, str] | None = None) -> bytes:
         """Run a content command; return its stdout. Raises GitError."""
@@ -150,6 +158,20 @@ class Git:
                 mode, _, oid = meta.split(" ")
                 found[path] = f"{mode} {oid}"
         return found
+
+
+class Started:
+    """A command that is under way."""
+
+    def __init__(self, argv: list[str], process: subprocess.Popen[bytes]) -> None:
+        self._argv, self._process = argv, process
+
+    def text(self) -> str:
+        """Wait; its stdout without the last newline. Raises GitError."""
+        out, err = self._process.communicate()
+        if self._process.returncode:
+            raise GitError(self._argv, self._process.returncode, err.decode("utf-8", "replace"))
+        return out.decode("utf-8", "surrogateescape").rstrip("\n")
 
 
 def write_alternates(git_dir: pathlib.Path, objects: Sequence[pathlib.Path]) -> None:

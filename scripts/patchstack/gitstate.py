@@ -9,7 +9,7 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from . import foreign
@@ -52,10 +52,16 @@ def head_of(git: Git) -> str:
     return f"ref: {done.stdout.decode('utf-8', 'surrogateescape').strip()}" if done.returncode == 0 else git.text("rev-parse", "HEAD")
 
 
-def setting(git: Git, place: foreign.Place, key: str) -> str | None:
-    """A value in the repository's own configuration."""
-    done = git.try_run("config", "--file", str(place.common_dir / "config"), "--no-includes", key)
-    return done.stdout.decode("utf-8", "surrogateescape").rstrip("\n") if done.returncode == 0 else None
+def records_of(git: Git) -> dict[str, str]:
+    """name -> commit of the stack's branch and records that are there. A damaged record is none."""
+    out = git.text("for-each-ref", "--format=%(refname) %(objectname)", BRANCH_REF, BASE_REF, APPLIED_REF)
+    return dict(line.split(" ") for line in out.splitlines())
+
+
+def settings_of(git: Git, place: foreign.Place) -> dict[str, str]:
+    """Our keys in the repository's own configuration."""
+    done = git.try_run("config", "--file", str(place.common_dir / "config"), "--no-includes", "--null", "--get-regexp", r"^patchstack\.")
+    return dict(record.split("\n", 1) for record in done.stdout.decode("utf-8", "surrogateescape").split("\0") if "\n" in record)
 
 
 def owners_of(place: foreign.Place) -> dict[str, tuple[int, int]]:
@@ -145,67 +151,71 @@ class Mover(Finish):
         self._go(0, check=False)
 
     def _go(self, side: int, *, check: bool) -> None:
+        """`check`: nothing was done yet, and the refs must be where they were."""
         try:
-            self._index(side)
+            if check or not self._index_is(side):
+                self._index(side)
             self._refs(side, check)
-            self._settings(side)
-            self._head(side)
+            self._settings(side, check)
+            self._head(side, check)
             self._refs_gone(side)
         finally:
             self._give_back()
 
     def _index(self, side: int) -> None:
-        """Put the stack's paths into the index as they are on the disk. Nothing is written, and no lock needed, where they are so."""
+        """Put the stack's paths into the index as they are on the disk."""
         wanted = {path: sides[side] for path, sides in self._move.index.items()}
-        if not wanted or self._indexed(wanted) == {path: blob for path, blob in wanted.items() if blob}:
+        if not wanted:
             return
-        lines = [f"{blob or '0 ' + '0' * 40}\t{path}\0" for path, blob in wanted.items()]
         index, new = self._place.git_dir / "index", self._folder / "index"
         with _index_locked(self._place, self._folder):
             new.unlink(missing_ok=True)
             if index.exists():
                 shutil.copy2(index, new)
             git = self._git.with_index(new)
-            git.run("update-index", "-z", "--index-info", input="".join(sorted(lines)).encode("utf-8", "surrogateescape"))
-            # Sizes and times anew, so that the next `git status` need not read the files.
-            git.try_run("update-index", "-q", "--refresh", env={"GIT_WORK_TREE": str(self._place.top)})
+            # From the files, so that the index knows their sizes and times; by their ids where git's conversions would say something else.
+            git.try_run("update-index", "--add", "--remove", "-z", "--stdin", input="".join(f"{path}\0" for path in wanted).encode("utf-8", "surrogateescape"), env={"GIT_WORK_TREE": str(self._place.top)})
+            if not self._index_is(side, git):
+                lines = [f"{blob or '0 ' + '0' * 40}\t{path}\0" for path, blob in wanted.items()]
+                git.run("update-index", "-z", "--index-info", input="".join(sorted(lines)).encode("utf-8", "surrogateescape"))
             os.replace(new, index)
 
-    def _indexed(self, paths: Iterable[str]) -> dict[str, str]:
-        """What the index has of the paths; `<mode> <blob id>`, and the stage where one is not merged."""
-        out = self._git.run("ls-files", "--stage", "-z", "--", *paths, env={"GIT_LITERAL_PATHSPECS": "1"})
+    def _index_is(self, side: int, git: Git | None = None) -> bool:
+        """Whether the index has the stack's paths so already: then no lock is needed."""
+        wanted = {path: sides[side] for path, sides in self._move.index.items()}
+        out = (git or self._git).run("ls-files", "--stage", "-z", "--", *wanted, env={"GIT_LITERAL_PATHSPECS": "1"}) if wanted else b""
         records = (record.split("\t", 1) for record in out.decode("utf-8", "surrogateescape").split("\0") if record)
-        return {path: meta.removesuffix(" 0") for meta, path in records}
+        return {path: meta.removesuffix(" 0") for meta, path in records} == {path: blob for path, blob in wanted.items() if blob}
 
     def _refs(self, side: int, check: bool) -> None:
-        self._forget_broken()
-        lines = []
+        damaged = any(sides[0] is None and (self._place.common_dir / name).exists() for name, sides in self._move.refs.items())
+        there, lines = {name: sides[0] for name, sides in self._move.refs.items()} if check and not damaged else self._records(), []
         for name, sides in self._move.refs.items():
-            if sides[side] not in (None, self._git.resolve(name)):
+            if sides[side] not in (None, there.get(name)):
                 lines.append(f"update {name}\0{sides[side]}\0{(sides[1 - side] or '0' * 40) if check else ''}\0")
         if lines:
             self._git.run("update-ref", "-z", "--stdin", "-m", f"patchstack: {self._move.command}", input="".join(lines).encode())
 
-    def _forget_broken(self) -> None:
-        """A truncated record counts as absent; git will not replace one."""
-        for name in (BASE_REF, APPLIED_REF):
-            if (path := self._place.common_dir / name).is_file() and self._git.resolve(name) is None:
-                path.unlink()
+    def _records(self) -> dict[str, str]:
+        """The records that are there. A truncated one counts as absent, and goes: git will not replace it."""
+        there = records_of(self._git)
+        for name in {BASE_REF, APPLIED_REF} - there.keys():
+            (self._place.common_dir / name).unlink(missing_ok=True)
+        return there
 
-    def _settings(self, side: int) -> None:
-        file = str(self._place.common_dir / "config")
+    def _settings(self, side: int, check: bool) -> None:
+        file, there = str(self._place.common_dir / "config"), {key: sides[0] for key, sides in self._move.settings.items() if sides[0]} if check else settings_of(self._git, self._place)
         for key, sides in self._move.settings.items():
-            there = setting(self._git, self._place, key)
-            if sides[side] is None and there is not None:
+            if sides[side] is None and key in there:
                 self._git.run("config", "--file", file, "--unset-all", key)
-            elif sides[side] != there:
+            elif sides[side] != there.get(key):
                 self._git.run("config", "--file", file, key, sides[side])
         if self._move.settings and all(sides[side] is None for sides in self._move.settings.values()):  # git leaves an empty section behind
             self._git.try_run("config", "--file", file, "--remove-section", "patchstack")
 
-    def _head(self, side: int) -> None:
+    def _head(self, side: int, check: bool) -> None:
         to = self._move.head[side]
-        if head_of(self._git) == to:
+        if (self._move.head[0] if check else head_of(self._git)) == to:
             return
         why = ("-m", f"patchstack: {self._move.command}")
         if to.startswith("ref: "):
@@ -215,10 +225,9 @@ class Mover(Finish):
 
     def _refs_gone(self, side: int) -> None:
         """Branches go last: HEAD may have been on one."""
-        self._forget_broken()
-        for name, sides in self._move.refs.items():
-            if sides[side] is None and self._git.resolve(name) is not None:
-                self._git.run("update-ref", "-d", name)
+        gone = [name for name, sides in self._move.refs.items() if sides[side] is None]
+        if gone and (there := self._records().keys() & set(gone)):
+            self._git.run("update-ref", "-z", "--stdin", input="".join(f"delete {name}\0\0" for name in sorted(there)).encode())
 
     def _give_back(self) -> None:
         """Under sudo, git's new files belong to root: give each to the owner of the one it replaced, or of its folder."""

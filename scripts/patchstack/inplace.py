@@ -4,9 +4,8 @@ import contextlib
 import errno
 import os
 import pathlib
-import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from . import change, foreign, gitstate, journal, workspace
 from .change import Edit
@@ -56,12 +55,12 @@ def scratch_prefix(target: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def held(place: Place, ui: Ui) -> Iterator[tuple[Git, Desk]]:
+def held(place: Place, git: Git, ui: Ui) -> Iterator[Desk]:
     """Hold the tree against other runs; first finish or take back what a killed one left, and say so."""
-    with journal.desk(place.git_dir, DESK, ui.note) as desk, foreign.opened(place, ui.git) as git:
+    with journal.desk(place.git_dir, DESK, ui.note) as desk:
         if desk.found is not None:
             ui.note(f"{place.top}: {change.recover(desk, place.top, Mover.recorded(git, place, desk.folder, desk.found.git, ui.note))}")
-        yield git, desk
+        yield desk
 
 
 def refuse_dirty(target: pathlib.Path, seen: Seen, coming: set[str] = frozenset()) -> None:
@@ -79,16 +78,20 @@ def refuse_dirty(target: pathlib.Path, seen: Seen, coming: set[str] = frozenset(
 
 def apply(place: Place, git: Git, desk: Desk, seen: Seen, base: Base, built: Built, scratch: Git, ui: Ui) -> None:
     """Put the patched files where upstream's (or an older stack's) are, and HEAD on the stack's branch."""
-    now = gitstate.head_of(git)
+    now, there, settings = gitstate.head_of(git), gitstate.records_of(git), gitstate.settings_of(git, place)
     before = now.removeprefix("ref: refs/heads/") if now.startswith("ref: ") else seen.head
     if before == BRANCH:
-        before = gitstate.setting(git, place, BEFORE_KEY) or UPSTREAM_BRANCH
-    stands = git.resolve(BRANCH_REF)
-    if stands and now != f"ref: {BRANCH_REF}" and not _known(scratch, stands, (built.commit, git.resolve(f"{APPLIED_REF}^{{commit}}"))):
+        before = settings.get(BEFORE_KEY, UPSTREAM_BRANCH)
+    stands = there.get(BRANCH_REF)
+    if stands and now != f"ref: {BRANCH_REF}" and not _known(scratch, stands, (built.commit, there.get(APPLIED_REF))):
         raise Refused(f"{place.top} has a branch {BRANCH} ({stands[:12]}) with commits that `apply` did not make", f"rename it: git -C {place.top} branch -m {BRANCH} my-{BRANCH}; nothing was changed")
-    refs = {BASE_REF: (git.resolve(BASE_REF), built.base_commit), APPLIED_REF: (git.resolve(APPLIED_REF), built.commit), BRANCH_REF: (stands, built.commit)}
-    settings = {TAG_KEY: (gitstate.setting(git, place, TAG_KEY), base.tag), BEFORE_KEY: (gitstate.setting(git, place, BEFORE_KEY), before)}
-    _change("apply", place, git, desk, seen, built.tree, scratch, refs, f"ref: {BRANCH_REF}", settings, ui)
+    refs = {BASE_REF: built.base_commit, APPLIED_REF: built.commit, BRANCH_REF: built.commit}
+    _change("apply", place, git, desk, seen, built.tree, scratch, _sides(there, refs), (now, f"ref: {BRANCH_REF}"), _sides(settings, {TAG_KEY: base.tag, BEFORE_KEY: before}), ui)
+
+
+def _sides(there: dict[str, str], wanted: dict[str, str | None]) -> dict[str, tuple[str | None, str | None]]:
+    """(what is, what is to be) of each key of `wanted`."""
+    return {key: (there.get(key), value) for key, value in wanted.items()}
 
 
 def _known(git: Git, commit: str, tips: tuple[str | None, ...]) -> bool:
@@ -98,34 +101,29 @@ def _known(git: Git, commit: str, tips: tuple[str | None, ...]) -> bool:
 
 def unapply(place: Place, git: Git, desk: Desk, seen: Seen, base_commit: str, ui: Ui) -> None:
     """Put upstream's files back, HEAD where it was before `apply`, and forget the stack."""
-    before = gitstate.setting(git, place, BEFORE_KEY)
-    there = before and git.resolve(f"refs/heads/{before}") == base_commit
-    refs = {name: (git.resolve(name), None) for name in (BRANCH_REF, BASE_REF, APPLIED_REF)}
-    settings = {key: (gitstate.setting(git, place, key), None) for key in (TAG_KEY, BEFORE_KEY)}
+    there, settings = gitstate.records_of(git), gitstate.settings_of(git, place)
+    before = settings.get(BEFORE_KEY)
+    head = f"ref: refs/heads/{before}" if before and git.resolve(f"refs/heads/{before}") == base_commit else base_commit
     with Git.scratch(place.common_dir, log=ui.git) as scratch:
-        _change("unapply", place, git, desk, seen, f"{base_commit}^{{tree}}", scratch, refs, f"ref: refs/heads/{before}" if there else base_commit, settings, ui)
+        _change("unapply", place, git, desk, seen, f"{base_commit}^{{tree}}", scratch, _sides(there, dict.fromkeys((BRANCH_REF, BASE_REF, APPLIED_REF))),
+                (gitstate.head_of(git), head), _sides(settings, dict.fromkeys((TAG_KEY, BEFORE_KEY))), ui)  # fmt: skip
 
 
-def _change(command: str, place: Place, git: Git, desk: Desk, seen: Seen, tree: str, scratch: Git, refs: dict, head: str, settings: dict, ui: Ui) -> None:
+def _change(command: str, place: Place, git: Git, desk: Desk, seen: Seen, tree: str, scratch: Git, refs: dict, head: tuple[str, str], settings: dict, ui: Ui) -> None:
     gitstate.refuse_locked(place)
     edits, index = _edits(scratch, seen, tree, place)
-    kept = seen.files.keys() - {e.path for e in edits if e.after is None} | {e.path for e in edits if e.after is not None}
-    emptied = _folders(e.path for e in edits if e.after is None) - _folders(kept)
+    emptied = _folders(e.path for e in edits if e.after is None)
+    if emptied:
+        emptied -= set(scratch.text("ls-tree", "-d", "-z", "--name-only", tree, "--", *sorted(emptied)).split("\0"))
     take_objects(scratch.git_dir, place, desk)
-    move = Move(command, index, refs, (gitstate.head_of(git), head), settings, gitstate.owners_of(place))
+    move = Move(command, index, refs, head, settings, gitstate.owners_of(place))
     ui.step(f"changing {len(edits)} files in {place.top}")
     change.run(desk, place.top, command, edits, Mover(git, place, desk.folder, move, ui.note), emptied=tuple(sorted(emptied)), git=move.record())
 
 
-def _folders(paths) -> set[str]:
+def _folders(paths: Iterable[str]) -> set[str]:
     """Every folder above the paths."""
-    found: set[str] = set()
-    for path in paths:
-        while path := path.rpartition("/")[0]:
-            if path in found:
-                break
-            found.add(path)
-    return found
+    return {str(folder) for path in paths for folder in pathlib.PurePosixPath(path).parents} - {"."}
 
 
 def _edits(git: Git, seen: Seen, tree: str, place: Place) -> tuple[list[Edit], dict[str, tuple[str | None, str | None]]]:
@@ -172,7 +170,7 @@ def take_objects(source: pathlib.Path, place: Place, desk: Desk) -> None:
             if not target.parent.exists():
                 target.parent.mkdir()
                 workspace.give_to_owner_of(place.objects, target.parent)
-            for new in (desk.folder / "object", target.with_name(f"tmp_obj_{secrets.token_hex(6)}")):  # git removes old ones of that name
+            for new in (desk.folder / "object", target.with_name(f"tmp_obj_{os.urandom(6).hex()}")):  # git removes old ones of that name
                 shutil.copyfile(file, new)
                 os.chmod(new, 0o444 & ~workspace.umask())
                 workspace.give_to_owner_of(place.objects, new)

@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
@@ -177,7 +176,7 @@ def tidy(home: pathlib.Path, name: str, waiting: Callable[[str], None]) -> None:
 
 def _set_aside(folder: pathlib.Path, waiting: Callable[[str], None]) -> None:
     """Keep what lies beside a damaged journal: it may be the only copy of a file."""
-    aside = pathlib.Path(tempfile.mkdtemp(prefix=f"{folder.name}.damaged-", dir=folder.parent))
+    aside = workspace.new_folder(folder.parent, f"{folder.name}.damaged-")
     for entry in sorted(folder.iterdir()):
         if entry.name != workspace.LOCK:
             os.rename(entry, aside / entry.name)

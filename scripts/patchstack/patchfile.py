@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A patch file as `git format-patch` writes it: message, trailers, hunks. Read only; git applies and writes patches."""
-import difflib
 import hashlib
 import pathlib
 import re
@@ -261,6 +260,8 @@ def explain_failure(patch: PatchFile, stderr: str, read_lines) -> str:
 
 def _closest(wanted: list[str], lines: list[str], guess: int) -> int:
     """Start of the window of `lines` most like `wanted`; near `guess` on a tie."""
+    import difflib
+
     best, best_score = max(0, min(guess, len(lines) - 1)), -1.0
     matcher = difflib.SequenceMatcher(a=wanted, autojunk=False)
     keys = {w for w in wanted if w.strip()}
@@ -271,5 +272,7 @@ def _closest(wanted: list[str], lines: list[str], guess: int) -> int:
         matcher.set_seq2(window)
         score = matcher.ratio() - 1e-6 * abs(start - guess)
         if score > best_score:
-            best, best_score = start, score
+            import difflib
+
+    best, best_score = start, score
     return best

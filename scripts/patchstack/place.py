@@ -19,11 +19,6 @@ from .stack import Built
 from .upstream import Upstream
 
 
-def is_fresh(target: pathlib.Path) -> bool:
-    """Whether `target` is absent or an empty directory."""
-    return not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir()))
-
-
 def create(target: pathlib.Path, base: Base, upstream: Upstream, make: Callable[[Git], Built], ui: Ui) -> Built | None:
     """Make `target` from scratch; None if somebody made it meanwhile. `make(git)` builds and checks the commits in the new repository."""
     files.check_writable(target.parent)

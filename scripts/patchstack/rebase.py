@@ -171,7 +171,7 @@ def advance(work: Rebase, base: Base, root: pathlib.Path, ui: Ui) -> Rebase:
 def _dirty(work: Rebase) -> list[str]:
     """Tracked paths that differ from HEAD."""
     with foreign.opened(inplace.place_of(work.tree), work.git.log) as git:
-        seen = worktree.look(work.tree, git, only=())
+        seen = worktree.glance(work.tree, git, ())
         return list(seen.dirty) if seen else []
 
 

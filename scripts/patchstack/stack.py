@@ -7,13 +7,14 @@ at any time. `git apply` works on an index of the paths that a patch names and n
 """
 import pathlib
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from . import workspace
 from .committer import Author, Committer
 from .errors import Conflict, GitError, Refused, cannot_write
-from .git import IDENTITY, Git
+from .git import IDENTITY, Git, Started
 from .lock import Lock, LockedPatch
 from .overlay import blob_id, overlay_files
 from .patchfile import PatchFile, explain_failure, read_patch, refuse_unsafe, refuse_unseen
@@ -38,13 +39,14 @@ class StackFiles:
 
 @dataclass(frozen=True)
 class Built:
-    """`steps`: (topic, commit, tree) after each patch, overlay included. `commit`/`tree`: the end."""
+    """`steps`: (topic, commit, tree) after each patch, overlay included. `commit`/`tree`: the end, with `files` (path -> mode and blob) of what patches and overlay name."""
 
     base_commit: str
     base_tree: str
     steps: tuple[tuple[str, str, str], ...]
     commit: str
     tree: str
+    files: dict[str, str]
 
 
 def converted(base: Base) -> str | None:
@@ -79,11 +81,13 @@ class Mail:
 
 def read_mails(git: Git, patches: Sequence[PatchFile], folder: pathlib.Path) -> list[Mail]:
     """Take patch files apart with git. `folder`: where the diffs go."""
-    mails = []
+    running, mails = [], []
     for number, patch in enumerate(patches):
-        message, diff = folder / f"{number}.message", folder / f"{number}.diff"
-        info = git.text("mailinfo", "-b", "--encoding=UTF-8", "--no-scissors", str(message), str(diff), input=patch.data)
-        fields = dict(line.split(": ", 1) for line in info.splitlines() if ": " in line)
+        mail, message, diff = (folder / f"{number}.{kind}" for kind in ("mail", "message", "diff"))
+        mail.write_bytes(patch.data)
+        running.append((patch, message, diff, git.start("mailinfo", "-b", "--encoding=UTF-8", "--no-scissors", str(message), str(diff), stdin=mail)))
+    for patch, message, diff, info in running:
+        fields = dict(line.split(": ", 1) for line in info.text().splitlines() if ": " in line)
         missing = {"Author", "Email", "Date", "Subject"} - fields.keys()
         if missing:
             raise Refused(f"{patch.path}: the header lacks {', '.join(sorted(missing))}", "write it with `apply.py export`")
@@ -105,10 +109,14 @@ class Tip:
     files: dict[str, str]
 
 
-def start(git: Git, commit: str, paths: Sequence[str]) -> Tip:
-    """The chain that has nothing on `commit` yet. `paths`: all that patches to come may name."""
+def start(git: Git, commit: str, paths: Sequence[str], overlay: Iterable[str] = ()) -> Tip:
+    """The chain that has nothing on `commit` yet. `paths`: all that patches to come may name. Raises Refused if upstream has an overlay file already."""
     tree = git.text("rev-parse", f"{commit}^{{tree}}")
-    return Tip(commit, tree, git.blobs(tree, paths))
+    files = git.blobs(tree, sorted({*paths, *overlay}))
+    if taken := sorted(files.keys() & set(overlay)):
+        raise Refused("the overlay would replace files that upstream already has: " + ", ".join(taken),
+                      "rename the overlay file, or turn it into a patch of the file that upstream has now")  # fmt: skip
+    return Tip(commit, tree, files)
 
 
 def index_at(git: Git, tip: Tip, file: pathlib.Path) -> Git:
@@ -119,8 +127,8 @@ def index_at(git: Git, tip: Tip, file: pathlib.Path) -> Git:
     return index
 
 
-def add_patch(index: Git, committer: Committer, tip: Tip, mail: Mail) -> Tip:
-    """Commit one patch on `tip`; `index` is at `tip` before and at the result after.
+def apply_patch(index: Git, mail: Mail) -> Started:
+    """Apply one patch to the index; return what lists it then.
 
     Raises Conflict when the patch does not apply: offsets are allowed, fuzz and 3-way are not. Refused when git sees other files in
     it than we do.
@@ -131,26 +139,29 @@ def add_patch(index: Git, committer: Committer, tip: Tip, mail: Mail) -> Tip:
         if cannot_write(said):
             raise GitError(["git", "apply"], done.returncode, said)
         refuse_unseen(mail.patch, index.try_run("apply", "--numstat", "-z", str(mail.diff)).stdout)  # it may fail at what we do not see
-        raise Conflict(explain_failure(mail.patch, said, lambda path: _lines_of(index, tip.files.get(path))),
+        raise Conflict(explain_failure(mail.patch, said, lambda path: _lines_of(index, path)),
                        "check that the tree is the pinned base (`apply.py status`); after an upstream change, edit the patch in a tree and `apply.py export` it")  # fmt: skip
     refuse_unseen(mail.patch, done.stdout)
-    records = index.run("ls-files", "--stage", "-z").decode("utf-8", "surrogateescape").split("\0")
-    files = {record.split("\t", 1)[1]: record.split("\t")[0][:-2] for record in records if record}  # without the stage
+    copy = index.index_file.with_name(mail.diff.with_suffix(".index").name)  # the next patch may change the index before this is read
+    shutil.copyfile(index.index_file, copy)
+    return index.with_index(copy).start("ls-files", "--stage", "-z")
+
+
+def commit_patch(committer: Committer, tip: Tip, mail: Mail, listed: Started) -> Tip:
+    """Commit on `tip` what `apply_patch` made of it."""
+    files = {record.split("\t", 1)[1]: record.split("\t")[0][:-2] for record in listed.text().split("\0") if record}  # without the stage
     changes = {path: files.get(path) for path in sorted(tip.files.keys() | files.keys()) if tip.files.get(path) != files.get(path)}
     commit, tree = committer.commit(tip.commit, mail.message, mail.author, changes)
     return Tip(commit, tree, files)
 
 
-def _lines_of(git: Git, blob: str | None) -> list[str] | None:
-    return git.run("cat-file", "blob", blob.split(" ")[1]).decode("utf-8", "replace").splitlines() if blob else None
+def _lines_of(index: Git, path: str) -> list[str] | None:
+    done = index.try_run("cat-file", "blob", f":{path}")
+    return done.stdout.decode("utf-8", "replace").splitlines() if done.returncode == 0 else None
 
 
-def add_overlay(git: Git, committer: Committer, tip: Tip, overlay: dict[str, bytes]) -> Tip:
-    """Commit the overlay files on `tip`, whose chain is not about them. Raises Refused if upstream has such a file already."""
-    taken = git.blobs(tip.tree, sorted(overlay))
-    if taken:
-        raise Refused("the overlay would replace files that upstream already has: " + ", ".join(sorted(taken)),
-                      "rename the overlay file, or turn it into a patch of the file that upstream has now")  # fmt: skip
+def add_overlay(committer: Committer, tip: Tip, overlay: dict[str, bytes]) -> Tip:
+    """Commit the overlay files on `tip`, whose chain is not about them."""
     message = f"{OVERLAY_SUBJECT}\n\nWhole new files of the stack, kept in vllm_overlay/ and not as a patch.\n\nTopic: {OVERLAY_TOPIC}\n"
     commit, tree = committer.commit(tip.commit, message.encode(), Author(*IDENTITY, _OVERLAY_DATE), overlay)
     return Tip(commit, tree, tip.files)
@@ -162,23 +173,24 @@ def build(git: Git, base_commit: str, patches: Sequence[PatchFile], overlay: dic
     if both := sorted(named & overlay.keys()):
         raise Refused(f"a patch changes overlay files: {', '.join(both)}", "change them in vllm_overlay/, and take that change out of the patch")
     steps = []
-    with workspace.temporary() as folder:
-        tip = start(git, base_commit, sorted(named))
+    with workspace.temporary() as folder, Committer(git) as committer:
+        tip = start(git, base_commit, sorted(named), overlay)
         base_tree = tip.tree
         mails = read_mails(git, patches, folder)
-        with Committer(git) as committer:
-            if overlay:
-                tip = add_overlay(git, committer, tip, overlay)
-            index = index_at(git, tip, folder / "index")
-            for number, mail in enumerate(mails):
-                if ui:
-                    ui.progress("applying patches", number, len(mails))
-                tip = add_patch(index, committer, tip, mail)
-                steps.append((mail.patch.topic, tip.commit, tip.tree))
-            if ui and patches:
-                ui.progress("applying patches", len(mails), len(mails))
+        index, listed = index_at(git, tip, folder / "index"), []
+        for number, mail in enumerate(mails):
+            if ui:
+                ui.progress("applying patches", number, len(mails))
+            listed.append(apply_patch(index, mail))
+        if ui and patches:
+            ui.progress("applying patches", len(mails), len(mails))
+        if overlay:
+            tip = add_overlay(committer, tip, overlay)
+        for mail, files in zip(mails, listed, strict=True):
+            tip = commit_patch(committer, tip, mail, files)
+            steps.append((mail.patch.topic, tip.commit, tip.tree))
     _refuse_more(git, base_tree, tip.tree, named | overlay.keys())
-    return Built(base_commit, base_tree, tuple(steps), tip.commit, tip.tree)
+    return Built(base_commit, base_tree, tuple(steps), tip.commit, tip.tree, tip.files | {path: f"100644 {blob_id(data)}" for path, data in overlay.items()})
 
 
 def _refuse_more(git: Git, before: str, after: str, named: set[str]) -> None:
@@ -241,7 +253,7 @@ def _short(blob: str | None) -> str:
     return re.sub(r"^(\d+) ([0-9a-f]{10}).*", r"\2", blob) if blob else "no such file"
 
 
-def check_result(git: Git, lock: Lock, built: Built, level: str) -> None:
+def check_result(lock: Lock, built: Built, level: str) -> None:
     """Refuse a result that is not the locked one."""
     if level == "exact":
         for (topic, _, tree), locked in zip(built.steps, lock.patches, strict=True):
@@ -249,7 +261,6 @@ def check_result(git: Git, lock: Lock, built: Built, level: str) -> None:
                 raise Refused(f"after {topic}.patch the tree is {tree}, the lock says {locked.post_tree}", "restore patches/ from version control")
         if built.tree != lock.result_tree:
             raise Refused(f"the patched tree is {built.tree}, the lock says {lock.result_tree}", "restore patches/ and vllm_overlay/ from version control")
-    after = git.blobs(built.tree, sorted(lock.touched))
-    wrong = [path for path, (_, want) in sorted(lock.touched.items()) if after.get(path) != want]
+    wrong = [path for path, (_, want) in sorted(lock.touched.items()) if built.files.get(path) != want]
     if wrong:
         raise Refused("these files are not as the lock says: " + ", ".join(wrong), "restore patches/ and vllm_overlay/ from version control")

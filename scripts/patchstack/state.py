@@ -109,15 +109,14 @@ def _wrong(locks: list[tuple[Base, Lock]], founds: list[dict[str, str]]) -> Stat
 def judge(git: Git, target: pathlib.Path, seen: Seen, locks: list[tuple[Base, Lock]]) -> State:
     """The state of a git work tree, from what was read of it."""
     found = _judge_git(git, target, seen, locks)
-    if seen.unread and found.level == "exact":
-        found = replace(found, level="touched", detail=f"{found.detail}; {seen.unread} other files were not read")
+    if seen.unread != 0 and found.level == "exact":
+        found = replace(found, level="touched", detail=f"{found.detail}; {seen.unread or 'the'} other files were not read")
     return replace(found, seen=seen)
 
 
 def _judge_git(git: Git, target: pathlib.Path, seen: Seen, locks: list[tuple[Base, Lock]]) -> State:
     state = next((s for base, lock in locks if (s := _judge(base, lock, seen.tree, seen.files, target))), None)
-    laid = git.resolve(f"{APPLIED_REF}^{{tree}}")
-    if state and state.kind == APPLIED and state.level == "touched" and laid not in (None, seen.tree):
+    if state and state.kind == APPLIED and state.level == "touched" and git.resolve(f"{APPLIED_REF}^{{tree}}") not in (None, seen.tree):
         state = None  # commits on files that no patch touches are commits that patches/ does not have, too
     if state is None or seen.dirty:
         recorded = git.resolve(f"{BASE_REF}^{{tree}}")

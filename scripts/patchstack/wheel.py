@@ -136,7 +136,7 @@ def prepare(base: Base, platform: str, source: str, given: pathlib.Path | None, 
     with Git.scratch(upstream.git_dir, log=ui.git) as git:
         level = stack.check_base(git, base, lock, upstream.commit, f"the {upstream.kind} source")
         built = stack.build(git, upstream.commit, patched.patches, patched.overlay, ui)
-        stack.check_result(git, lock, built, level)
+        stack.check_result(lock, built, level)
         before, after = GitTree(git, upstream.commit), GitTree(git, built.commit)
         with wheelfile.opened(official) as archive:
             _compare(base, archive, before, ui)

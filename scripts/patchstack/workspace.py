@@ -10,7 +10,6 @@ import fcntl
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Iterator
 from typing import IO
 
@@ -44,10 +43,17 @@ def same_file(fd: int, path: pathlib.Path) -> bool:
         return False
 
 
+def new_folder(parent: pathlib.Path, prefix: str) -> pathlib.Path:
+    """A new folder of a name that nobody can guess, for its owner alone."""
+    folder = parent / f"{prefix}{os.urandom(8).hex()}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
 def make(parent: pathlib.Path, prefix: str) -> tuple[pathlib.Path, int]:
     """A new locked folder, and the open lock. A run that clears old folders may take a new one for old before it is locked: then try again."""
     while True:
-        folder = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        folder = new_folder(parent, prefix)
         try:
             fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
@@ -145,7 +151,7 @@ def until_the_end() -> pathlib.Path:
         _root = stack.enter_context(scratch(temporary_root(), "patchstack-"))
         _own = stack
         atexit.register(leave)
-    return pathlib.Path(tempfile.mkdtemp(dir=_root))
+    return new_folder(_root, "")
 
 
 def leave() -> None:

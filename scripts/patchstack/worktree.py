@@ -16,24 +16,18 @@ from .git import Git
 
 @dataclass(frozen=True)
 class Seen:
-    """`files`: path -> mode and blob at HEAD. `dirty`: tracked paths that differ from HEAD on the disk or in the index.
-
-    `unread`: paths of HEAD that are not checked out (sparse), and all that were not read where only some were asked for.
-    """
+    """`files`: path -> mode and blob at HEAD, of every path or of those that were asked for. `dirty`: tracked paths that differ from HEAD on the
+    disk or in the index. `unread`: how many paths of HEAD are not checked out (sparse); None if not every file was read."""
 
     head: str
     tree: str
     files: dict[str, str]
     dirty: tuple[str, ...]
-    unread: int
+    unread: int | None
 
 
-def look(top: pathlib.Path, git: Git, only: Collection[str] | None = None) -> Seen | None:
-    """Read the work tree `top` of `git` (from foreign.opened); None if it has no commit.
-
-    `only`: of the files that git takes for unchanged, read no others than these; that is enough where nothing is vouched for.
-    Raises Refused where the objects of HEAD are damaged.
-    """
+def look(top: pathlib.Path, git: Git) -> Seen | None:
+    """Read every file of the work tree `top` of `git` (from foreign.opened); None if it has no commit. Raises Refused where the objects of HEAD are damaged."""
     head = git.resolve("HEAD^{commit}")
     if head is None:
         return None
@@ -45,18 +39,34 @@ def look(top: pathlib.Path, git: Git, only: Collection[str] | None = None) -> Se
         raise Refused(f"the objects of {top} are damaged, or some are missing: HEAD does not list the tree {tree}{why}", f"git -C {top} fsck   shows what; a new clone mends it")
     index, absent = _index(git)
     staged = {path for path in files.keys() | index.keys() if files.get(path) != index.get(path)}
-    disk = Disk(top)
-    if only is None:
-        wanted = files.keys() | index.keys()
-    else:
-        listed = git.run("diff-files", "--name-only", "-z", "--no-renames", "--ignore-submodules=dirty", env={"GIT_WORK_TREE": str(top)})
-        wanted = {path for path in {*only, *listed.decode("utf-8", "surrogateescape").split("\0")} if path in files}
-    found = disk.blobs(wanted)
+    found = Disk(top).blobs(files.keys() | index.keys())
     differ = {path for path, blob in found.items() if blob != files.get(path) and not (blob is None and path in absent)}
-    differ -= _converted(git, disk, files, differ)
-    differ -= {path for path in differ if found[path] == SUBMODULE and files.get(path, "").startswith(SUBMODULE) and _same_submodule(top / path, files[path], git)}
-    unread = sum(1 for path in files if found.get(path) is None) if only is None else len(files)
-    return Seen(head, tree, files, tuple(sorted(differ | staged)), unread)
+    return Seen(head, tree, files, _really(top, git, files, found, differ, staged), sum(1 for path in files if found.get(path) is None))
+
+
+def glance(top: pathlib.Path, git: Git, paths: Collection[str]) -> Seen | None:
+    """Read the files `paths` and those that git takes for changed: enough where nothing is vouched for, to see what must not be overwritten."""
+    done = git.try_run("rev-parse", "HEAD^{commit}", "HEAD^{tree}")
+    if done.returncode:
+        return None
+    head, tree = done.stdout.decode().split()
+    # Differences between HEAD and index, or index and disk by size and times. A submodule counts when it is at another commit; git does not run in it.
+    out = git.run("diff-index", "--name-only", "-z", "--no-renames", "--ignore-submodules=dirty", head, env={"GIT_WORK_TREE": str(top)})
+    touched = set(out.decode("utf-8", "surrogateescape").split("\0")) - {""}
+    files = git.blobs(head, sorted({*paths, *touched}))
+    found = Disk(top).blobs({*files, *touched})
+    differ = {path for path, blob in found.items() if blob != files.get(path)}
+    index, absent = _index(git, touched) if touched else ({}, set())
+    staged = {path for path in touched if files.get(path) != index.get(path)}
+    dirty = _really(top, git, files, found, {path for path in differ if not (found[path] is None and path in absent)} & {*files, *index}, staged)
+    return Seen(head, tree, files, dirty, None)
+
+
+def _really(top: pathlib.Path, git: Git, files: dict[str, str], found: dict[str, str | None], differ: set[str], staged: set[str]) -> tuple[str, ...]:
+    """What of `differ` is an edit, with what is staged."""
+    differ = differ - _converted(git, Disk(top), files, differ)
+    submodules = {path for path in differ if found[path] == SUBMODULE and files.get(path, "").startswith(SUBMODULE)}
+    return tuple(sorted(staged | {path for path in differ if path not in submodules or not _same_submodule(top / path, files[path], git)}))
 
 
 def _records(out: bytes, columns: int):
@@ -68,10 +78,10 @@ def _records(out: bytes, columns: int):
             yield words[0], words[columns], path
 
 
-def _index(git: Git) -> tuple[dict[str, str], set[str]]:
+def _index(git: Git, paths: Collection[str] = ()) -> tuple[dict[str, str], set[str]]:
     """(path -> mode and blob in the index, paths that are marked as not checked out). An unmerged path has no blob."""
     index, absent = {}, set()
-    for record in git.run("ls-files", "--stage", "-v", "-z").decode("utf-8", "surrogateescape").split("\0"):
+    for record in git.run("ls-files", "--stage", "-v", "-z", "--", *paths, env={"GIT_LITERAL_PATHSPECS": "1"}).decode("utf-8", "surrogateescape").split("\0"):
         if record:
             meta, path = record.split("\t", 1)
             tag, mode, oid, stage = meta.split(" ")
@@ -92,16 +102,17 @@ def _same_submodule(folder: pathlib.Path, recorded: str, git: Git) -> bool:
 
 def _converted(git: Git, disk: Disk, files: dict[str, str], differ: set[str]) -> set[str]:
     """Those of `differ` that are what HEAD has, but for line ends or encoding that HEAD's own .gitattributes ask for."""
-    attributes = [path for path in files if path == ".gitattributes" or path.endswith("/.gitattributes")]
     candidates = [path for path in sorted(differ) if path in files]
-    if not attributes or not candidates:
+    attributes = _records(git.run("ls-files", "--stage", "-z", "--", ".gitattributes", "*/.gitattributes"), 1) if candidates else []
+    attributes = [(path, oid) for _, oid, path in attributes]
+    if not attributes:
         return set()
     same = set()
     with workspace.temporary() as folder:
         there = Git(folder, git_dir=git.git_dir, common_dir=git.common_dir, work_tree=folder, log=git.log)  # git looks for attributes where it stands
-        for path in attributes:
+        for path, oid in attributes:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(git.run("cat-file", "blob", files[path].split(" ")[1]))
+            (folder / path).write_bytes(git.run("cat-file", "blob", oid))
         for path in candidates:
             mode, oid = files[path].split(" ")
             found = disk.read(path)

@@ -7,7 +7,6 @@ import argparse
 import importlib
 import shutil
 import sys
-import traceback
 
 from .. import workspace
 from ..errors import Refused, StackError
@@ -83,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         ui.error("Interrupted", "interrupted; nothing was half-done", "run the same command again", 130)
         return 130
     except Exception:
+        import traceback
+
         traceback.print_exc()
         ui.error("Bug", "this is a bug in vllm-dcp-stack", "report it with the lines above", 70)
         return 70

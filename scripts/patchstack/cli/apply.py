@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """apply.py apply"""
+import contextlib
 import os
 import pathlib
 
-from .. import foreign, inplace, place, stack, state, worktree
+from .. import foreign, inplace, stack, state, worktree
 from ..errors import OK, Refused
+from ..files import is_fresh
 from ..git import Git
 from ..gitstate import APPLIED_REF, BASE_REF
 from ..lock import load_lock
 from ..pins import ROOT, find_base, load_bases
-from ..upstream import fetch
-from . import verify
 
 HELP = """\
 Fetch a pinned vLLM release and put the patched tree in place.
@@ -41,12 +41,14 @@ def run(args, ui) -> int:
     # Resolved once: a link to a directory that is empty or not there yet means that directory.
     target = pathlib.Path(os.path.realpath(args.dest.expanduser())) if args.dest else ROOT / "build" / f"vllm-{base.tag}"
     payload = {"base": base.tag, "dest": str(target), "dry_run": args.dry_run, "patches": list(files.series.patches), "overlay": sorted(files.overlay)}
-    if not (place.is_fresh(target) and _apply_fresh(args, ui, base, files, lock, target, payload)):
+    if not (is_fresh(target) and _apply_fresh(args, ui, base, files, lock, target, payload)):
         if lock is None:
             raise Refused(f"{target} exists, and {base.tag} has no lock.json to compare it with", f"python apply.py apply --ref {base.tag} --dest NEW_DIRECTORY")
         _apply_in_place(args, ui, bases, base, files, lock, target, payload)
     code = OK
     if args.verify and lock and not args.dry_run:
+        from . import verify  # in place and without it, half of the time would go into what is not used
+
         code, payload["verify"] = verify.check(target, bases, False, ui)
     elif lock and not args.dry_run:
         ui.say(f"next: {state.command('verify', target)}")
@@ -56,13 +58,16 @@ def run(args, ui) -> int:
 
 def _apply_fresh(args, ui, base, files, lock, target, payload) -> bool:
     """False if the target was made by somebody else meanwhile."""
+    from .. import place
+    from ..upstream import fetch
+
     upstream = fetch(base, args.source, ui)
 
     def make(git: Git) -> stack.Built:
         level = stack.check_base(git, base, lock, upstream.commit, f"the {upstream.kind} source") if lock else "not yet locked"
         built = stack.build(git, upstream.commit, files.patches, files.overlay, ui)
         if lock:
-            stack.check_result(git, lock, built, level)
+            stack.check_result(lock, built, level)
         payload.update(level=level, source=upstream.kind, commit=built.commit, tree=built.tree)
         return built
 
@@ -81,27 +86,26 @@ def _apply_in_place(args, ui, bases, base, files, lock, target, payload) -> None
     left = inplace.interrupted(there, ui.note)
     if left and args.dry_run:
         raise Refused(f"`{left.command}` in {target} was interrupted", "run it without --dry-run: that is finished or taken back first")
-    if not left and _already_applied(ui, bases, base, lock, there, payload):
-        return
-    with foreign.opened(there, ui.git) if args.dry_run else inplace.held(there, ui) as opened:
-        git, desk = (opened, None) if args.dry_run else opened
-        seen = worktree.look(target, git, only=lock.touched)
-        found = state.judge(git, target, seen, state.known_locks(bases)) if seen else state.inspect(target, bases, ui)
-        if found.kind == state.WRONG_BASE or (found.base and found.base.tag != base.tag):
-            what = f"{found.base.tag} ({found.kind})" if found.base else found.detail
-            raise Refused(f"{target} is not {base.tag}: {what}", f"choose another --dest; or {found.next_step}")
-        if found.kind != state.APPLIED:
-            _change(args, ui, base, files, lock, there, git, desk, found, payload)
-            return
-    if not _already_applied(ui, bases, base, lock, there, payload):  # what was interrupted, or another run, did it
-        raise Refused(f"{target} changed just now", "run the same command again")
-
-
-def _already_applied(ui, bases, base, lock, there, payload) -> bool:
-    """Whether the tree is patched already, by every file that it holds; says so."""
     with foreign.opened(there, ui.git) as git:
-        if not state.head_holds(git, lock, 1):
-            return False
+        if not left and _already_applied(ui, bases, base, lock, there, git, payload):
+            return
+        with contextlib.nullcontext() if args.dry_run else inplace.held(there, git, ui) as desk:
+            seen = worktree.glance(target, git, lock.touched)
+            found = state.judge(git, target, seen, state.known_locks(bases)) if seen else state.inspect(target, bases, ui)
+            if found.kind == state.WRONG_BASE or (found.base and found.base.tag != base.tag):
+                what = f"{found.base.tag} ({found.kind})" if found.base else found.detail
+                raise Refused(f"{target} is not {base.tag}: {what}", f"choose another --dest; or {found.next_step}")
+            if found.kind != state.APPLIED:
+                _change(args, ui, base, files, lock, there, git, desk, found, payload)
+                return
+        if not _already_applied(ui, bases, base, lock, there, git, payload):  # what was interrupted, or another run, did it
+            raise Refused(f"{target} changed just now", "run the same command again")
+
+
+def _already_applied(ui, bases, base, lock, there, git, payload) -> bool:
+    """Whether the tree is patched already, by every file that it holds; says so."""
+    if not state.head_holds(git, lock, 1):
+        return False
     found = state.inspect(there.top, bases, ui)
     if found.kind != state.APPLIED or found.base.tag != base.tag:
         return False
@@ -124,7 +128,7 @@ def _change(args, ui, base, files, lock, there, git, desk, found, payload) -> No
     with Git.scratch(there.common_dir, log=ui.git) as scratch:
         level = stack.check_base(scratch, base, lock, base_commit, str(there.top))
         built = stack.build(scratch, base_commit, files.patches, files.overlay, ui)
-        stack.check_result(scratch, lock, built, level)
+        stack.check_result(lock, built, level)
         if desk:
             inplace.apply(there, git, desk, seen, base, built, scratch, ui)
     payload.update(level=level, source="in place", commit=built.commit, tree=built.tree)

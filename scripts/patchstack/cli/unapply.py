@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """apply.py unapply"""
+import contextlib
 import os
 import pathlib
 
-from .. import foreign, inplace, state, worktree
+from .. import foreign, gitstate, inplace, state, worktree
 from ..errors import OK, Refused
 from ..gitstate import APPLIED_REF, BASE_REF
 from ..pins import load_bases
@@ -31,40 +32,40 @@ def run(args, ui) -> int:
     left = inplace.interrupted(there, ui.note) if there else None
     if left and args.dry_run:
         raise Refused(f"`{left.command}` in {target} was interrupted", "run it without --dry-run: that is finished or taken back first")
-    if not left and _already_upstream(ui, bases, locks, there, target, payload):
+    if there is None:
+        if not _already_upstream(ui, bases, target, payload):
+            inplace.place_of(target)  # says what is wrong
         return OK
-    there = inplace.place_of(target)
-    inplace.refuse_linked(there)
-    with foreign.opened(there, ui.git) if args.dry_run else inplace.held(there, ui) as opened:
-        git, desk = (opened, None) if args.dry_run else opened
-        seen = worktree.look(target, git, only={path for _, lock in locks for path in lock.touched})
-        applied, base_commit = git.resolve(APPLIED_REF), git.resolve(f"{BASE_REF}^{{commit}}")
-        known = seen is not None and applied is not None and base_commit is not None
-        if known:
-            found = state.judge(git, target, seen, locks)
-            payload["base"] = found.base.tag if found.base else None
-            inplace.refuse_dirty(target, seen)
-            if seen.head != applied:
-                count = git.text("rev-list", "--count", f"{applied}..HEAD")
-                raise Refused(f"{target} has commits that patches/ does not have ({count} on top of what `apply` made, or rewritten ones)",
-                              f"{state.command('export', target)} keeps them; `git -C {target} reset --keep {APPLIED_REF}` drops them")  # fmt: skip
-            if desk:
-                inplace.unapply(there, git, desk, seen, base_commit, ui)
-    if not known:
-        if left and _already_upstream(ui, bases, locks, there, target, payload):  # what had been interrupted is done
+    with foreign.opened(there, ui.git) as git:
+        if not left and any(state.head_holds(git, lock, 0) for _, lock in locks) and _already_upstream(ui, bases, target, payload, there):
             return OK
-        raise Refused(f"{target} has no record of what `apply` did (refs {BASE_REF}, {APPLIED_REF})", "check out the upstream commit with git, or apply to a new --dest")
+        inplace.refuse_linked(there)
+        with contextlib.nullcontext() if args.dry_run else inplace.held(there, git, ui) as desk:
+            seen = worktree.glance(target, git, {path for _, lock in locks for path in lock.touched})
+            records = gitstate.records_of(git)
+            applied, base_commit = records.get(APPLIED_REF), records.get(BASE_REF)
+            known = seen is not None and applied is not None and base_commit is not None
+            if known:
+                found = state.judge(git, target, seen, locks)
+                payload["base"] = found.base.tag if found.base else None
+                inplace.refuse_dirty(target, seen)
+                if seen.head != applied:
+                    count = git.text("rev-list", "--count", f"{applied}..HEAD")
+                    raise Refused(f"{target} has commits that patches/ does not have ({count} on top of what `apply` made, or rewritten ones)",
+                                  f"{state.command('export', target)} keeps them; `git -C {target} reset --keep {APPLIED_REF}` drops them")  # fmt: skip
+                if desk:
+                    inplace.unapply(there, git, desk, seen, base_commit, ui)
+        if not known:
+            if left and _already_upstream(ui, bases, target, payload, there):  # what had been interrupted is done
+                return OK
+            raise Refused(f"{target} has no record of what `apply` did (refs {BASE_REF}, {APPLIED_REF})", "check out the upstream commit with git, or apply to a new --dest")
     ui.result(payload | {"state": "would unapply" if args.dry_run else "unapplied", "commit": base_commit})
     ui.say(f"{'would put' if args.dry_run else 'put'} {target} back to upstream ({base_commit[:12]})")
     return OK
 
 
-def _already_upstream(ui, bases, locks, there, target, payload) -> bool:
+def _already_upstream(ui, bases, target, payload, there=None) -> bool:
     """Whether the tree is upstream's already, by every file that it holds; says so."""
-    if there is not None:
-        with foreign.opened(there, ui.git) as git:
-            if git.resolve("HEAD^{commit}") and not any(state.head_holds(git, lock, 0) for _, lock in locks):
-                return False
     found = state.inspect(target, bases, ui)
     if found.kind != state.UNAPPLIED:
         return False
