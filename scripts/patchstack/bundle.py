@@ -227,7 +227,8 @@ def pack(name: str, listed: list[File], ui: Ui) -> Packed:
         raw.seek(0)
         key = hashlib.sha256(f"xz {_PRESET} {_BLOCK}\n".encode() + hashlib.file_digest(raw, "sha256").digest()).hexdigest()
         target = kept / f"{name}-{key[:32]}.tar.xz"
-        if not target.exists():
+        known = target.with_suffix(".sha256")  # of what was compressed then: what lies in a cache may have changed since
+        if not (target.exists() and known.exists() and sha256(target) == known.read_text()):
             count = -(-total // _BLOCK)
 
             def compress(number: int) -> bytes:
@@ -244,13 +245,15 @@ def pack(name: str, listed: list[File], ui: Ui) -> Packed:
                     raise
             ui.progress(f"compressing {name}, blocks", count, count)
             write_atomic(target, b"".join(blocks))
+            write_atomic(known, sha256(target).encode())
     return Packed(name, target, sha256(target), target.stat().st_size, unpacked)
 
 
 def write(patched: Patched, kind: str, packed: list[Packed], out: pathlib.Path, limit: int, ui: Ui) -> dict:
     """Write parts of at most `limit` bytes and the entry script into `out`, in one step; return the manifest."""
     if out.exists() and any(out.iterdir()) and not is_bundle(out):
-        raise Refused(f"{out} exists and is no bundle", "choose another --out; nothing was written")
+        raise Refused(f"{out} exists and is no bundle, or holds other things too", "choose another --out; nothing was written")
+    files.refuse_mounts(out)
     files.check_writable(out.parent)
     with files.locked(out.parent, ui.note), workspace.scratch(out.parent, f".{out.name}.patchstack-") as scratch:
         new = scratch / "bundle"
@@ -287,7 +290,9 @@ def write(patched: Patched, kind: str, packed: list[Packed], out: pathlib.Path, 
 
 
 def is_bundle(folder: pathlib.Path) -> bool:
-    return (folder / ENTRY).is_file() and (folder / "part-1.bin").is_file()
+    """Whether `folder` holds a bundle and nothing else: it is replaced as a whole."""
+    names = {path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink()}
+    return {ENTRY, "part-1.bin"} <= names and all(path.name in names and re.fullmatch(rf"{re.escape(ENTRY)}|part-\d+\.bin", path.name) for path in folder.iterdir())
 
 
 class _Joined(io.RawIOBase):

@@ -50,7 +50,7 @@ def carve(clone: pathlib.Path, out: pathlib.Path, bases: list[Base], ui: Ui) -> 
         git = Git(new, git_dir=new, log=ui.git)
         before = int(git.text("rev-list", "--all", "--count"))
         (scratch / "paths").write_text("".join(f"literal:{p}\n" for p in paths), encoding="utf-8")
-        command = [sys.executable, "-m", "git_filter_repo", "--force", "--quiet", "--paths-from-file", str(scratch / "paths"), "--prune-degenerate", "never"]
+        command = [sys.executable, "-P", "-m", "git_filter_repo", "--force", "--quiet", "--paths-from-file", str(scratch / "paths"), "--prune-degenerate", "never"]
         ui.step(f"keeping the history of {len(paths)} paths")
         ran = subprocess.run(command, cwd=new, capture_output=True, text=True, env={k: v for k, v in os.environ.items() if not k.startswith("GIT_")})
         if ran.returncode:

@@ -95,7 +95,7 @@ def _plan(tree: "_Root", edit: Edit) -> Change:
         raise Refused(f"{tree.name(edit.path)} is {_named(there)}, expected was {_named(edit.before)}: something else changed it just now", "look what writes there, then run the same command again; nothing was changed")
     owner, bits = tree.keeps(edit.path, edit.after[0] if edit.after else None)
     after = f"{edit.after[0]} {blob_id(edit.after[1])}" if edit.after else None
-    return Change(edit.path, edit.before, after, f".{pathlib.PurePosixPath(edit.path).name[:100]}.patchstack-{os.urandom(6).hex()}", owner, bits)
+    return Change(edit.path, edit.before, after, f".{edit.path.rpartition('/')[2][:40]}.patchstack-{os.urandom(6).hex()}", owner, bits)
 
 
 def _named(blob: str | None) -> str:
@@ -194,6 +194,8 @@ def _bits(bits: int, mode: str) -> int:
 
 
 def _attributes(fd: int) -> list[str]:
+    if not hasattr(os, "listxattr"):  # another system than Linux
+        return []
     try:
         return os.listxattr(fd)
     except OSError as e:

@@ -52,11 +52,12 @@ def pip_download(what: str, requirements: Sequence[str], folder: pathlib.Path, o
     such file. `what` names the thing in these messages.
     """
     require_pip()
+    # -P: not a module named pip that lies where the user stands.
     listed = folder / "requirements.txt"
     listed.write_text("".join(f"{line}\n" for line in requirements))
     into = folder / "files"
     into.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", *options, *(["--require-hashes"] if all("--hash=" in line for line in requirements) else []),
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", *options, *(["--require-hashes"] if all("--hash=" in line for line in requirements) else []),
                "--progress-bar", "on" if ui.err.isatty() else "off", "--dest", str(into), "--requirement", str(listed)]  # fmt: skip
     if ui.verbose:
         ui.git(" ".join(command))

@@ -242,6 +242,7 @@ def record(export: Export, target: pathlib.Path, ui: Ui) -> None:
     with foreign.opened(place, ui.git) as git:
         recorded = gitstate.records_of(git).get(gitstate.APPLIED_REF)
         if recorded == export.head or git.resolve("HEAD^{commit}") != export.head:  # somebody has committed more
+            inplace.tidy(place, ui.note)
             return
         with inplace.held(place, git, ui) as desk:
             head = gitstate.head_of(git)

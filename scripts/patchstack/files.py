@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterator
 
 from .errors import Refused
@@ -25,6 +26,18 @@ def exchange(a: pathlib.Path, b: pathlib.Path) -> None:
         if code in (errno.EBUSY, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):
             raise Refused(f"{b} cannot be swapped in one step ({os.strerror(code)}): is it a mount point?", "choose another place, or remove it first")
         raise OSError(code, os.strerror(code), str(b))
+
+
+def refuse_mounts(folder: pathlib.Path) -> None:
+    """Refuse to move or remove a folder of ours in which something is mounted: that would go with it."""
+    try:
+        lines = pathlib.Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:  # another system than Linux
+        return
+    here = os.path.realpath(os.fsencode(folder))
+    points = (re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), line.split(b" ")[4]) for line in lines)
+    if inside := [os.fsdecode(point) for point in points if point == here or point.startswith(here + b"/")]:
+        raise Refused(f"something is mounted in {folder}: {', '.join(inside)}", "unmount it, or choose another place; nothing was changed")
 
 
 def is_fresh(target: pathlib.Path) -> bool:

@@ -92,6 +92,14 @@ def refuse_locked(place: foreign.Place) -> None:
             raise Refused(f"another git command works in {place.top}: {lock} exists", "wait until it has ended, or remove that file if there is none; nothing was changed")
 
 
+def refuse_checked_out(place: foreign.Place) -> None:
+    """Refuse to move a branch that another worktree of the repository stands on."""
+    for head in sorted((place.common_dir / "worktrees").glob("*/HEAD")):
+        if head.read_bytes().strip() == f"ref: {BRANCH_REF}".encode():
+            where = (head.parent / "gitdir").read_text(encoding="utf-8", errors="surrogateescape").strip().removesuffix("/.git")
+            raise Refused(f"the branch {BRANCH} of {place.top} is checked out in another worktree: {where}", f"git -C {where} checkout --detach   and run the same command again; nothing was changed")
+
+
 def _is_ours(lock: pathlib.Path) -> bool:
     """Whether an index.lock was made here: by a killed run, since whoever asks holds the desk."""
     try:
@@ -243,6 +251,8 @@ class Mover(Finish):
 
     def _clear_locks(self) -> None:
         """Remove the lock files that a killed git of ours left. One of a git that works is gone, or another one, a moment later."""
+        if _is_ours(index := self._place.git_dir / "index.lock"):
+            index.unlink()
         locks = [_lock_of(_path(self._place, name)) for name in _WRITTEN if name != "index"]
         left = {lock: lock.lstat().st_ino for lock in locks if os.path.lexists(lock)}
         if not left:

@@ -16,6 +16,7 @@ from .git import Git
 from .gitstate import APPLIED_REF, BASE_REF, BEFORE_KEY, BRANCH, BRANCH_REF, TAG_KEY, UPSTREAM_BRANCH, Move, Mover
 from .journal import Desk, Journal
 from .overlay import blob_id
+from .patchfile import unsafe_path
 from .pins import Base
 from .report import Ui
 from .stack import Built
@@ -111,6 +112,7 @@ def unapply(place: Place, git: Git, desk: Desk, seen: Seen, base_commit: str, ui
 
 def _change(command: str, place: Place, git: Git, desk: Desk, seen: Seen, tree: str, scratch: Git, refs: dict, head: tuple[str, str], settings: dict, ui: Ui) -> None:
     gitstate.refuse_locked(place)
+    gitstate.refuse_checked_out(place)
     edits, index = _edits(scratch, seen, tree, place)
     emptied = _folders(e.path for e in edits if e.after is None)
     if emptied:
@@ -131,9 +133,9 @@ def _edits(git: Git, seen: Seen, tree: str, place: Place) -> tuple[list[Edit], d
     out = git.text("diff-tree", "-r", "-z", "--raw", "--no-abbrev", "--no-renames", seen.head, tree)
     fields = out.split("\0")
     changes = {path: meta.removeprefix(":").split(" ") for meta, path in zip(fields[::2], fields[1::2], strict=False)}
-    strange = [path for path, (old, new, *_) in changes.items() if not {old, new} <= {FILE, EXECUTABLE, "000000"}]
+    strange = [repr(path) for path, (old, new, *_) in changes.items() if unsafe_path(path) or not {old, new} <= {FILE, EXECUTABLE, "000000"}]
     if strange:
-        raise Refused(f"{place.top}: {', '.join(strange)} would become, or is, no regular file", "report it: no patch of this stack does that")
+        raise Refused(f"the commits in {place.top} change what this stack never does, a link or a path that leaves the tree: {', '.join(strange[:6])}", "nothing was changed; apply to a new --dest")
     contents = read_blobs(git, [oid for _, new, _, oid, _ in changes.values() if new != "000000"], place.top)
     edits, index = [], {}
     for path, (old, new, old_id, new_id, _) in changes.items():

@@ -149,7 +149,11 @@ def _take(folder: pathlib.Path, waiting: Callable[[str], None]) -> int | None:
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
-            workspace.give_to_owner_of(folder.parent, folder)
+            try:
+                workspace.give_to_owner_of(folder.parent, folder)
+            except Refused:
+                folder.rmdir()
+                raise
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         workspace.give_to_owner_of(folder.parent, lock)
     except FileNotFoundError:

@@ -272,7 +272,5 @@ def _closest(wanted: list[str], lines: list[str], guess: int) -> int:
         matcher.set_seq2(window)
         score = matcher.ratio() - 1e-6 * abs(start - guess)
         if score > best_score:
-            import difflib
-
-    best, best_score = start, score
+            best, best_score = start, score
     return best

@@ -91,6 +91,7 @@ def start(root: pathlib.Path, base: Base, release: Release, old: Upstream, ui: U
     with files.locked(tree.parent, ui.note), workspace.scratch(tree.parent, f".{tree.name}.patchstack-") as scratch:
         if others := in_progress(root, ui):
             raise Refused(f"a rebase to {others[0].to.tag} is in progress at {others[0].tree}", "python apply.py rebase --continue, --skip or --abort")
+        files.refuse_mounts(tree)
         shutil.rmtree(tree, ignore_errors=True)  # a finished one, or one with a damaged state
         new = scratch / "tree"
         new.mkdir()
@@ -331,6 +332,7 @@ def _base_toml(base: Base) -> str:
 
 def abort(work: Rebase) -> None:
     """Forget the rebase. Nothing outside its folder was written, but the resolutions already recorded."""
+    files.refuse_mounts(work.tree)
     with workspace.scratch(work.tree.parent, f".{work.tree.name}.patchstack-") as scratch:
         os.rename(work.tree, scratch / "tree")  # in one step: a kill in the middle of the removal leaves no half state
     with contextlib.suppress(OSError):  # other things may be kept there

@@ -63,7 +63,7 @@ def _version_in(upstream: Upstream) -> str | None:
 def newest() -> str:
     """The newest release that the user's package index has."""
     require_pip()
-    done = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "vllm", "--disable-pip-version-check"], capture_output=True, text=True, stdin=subprocess.DEVNULL, env=pip_environment())
+    done = subprocess.run([sys.executable, "-P", "-m", "pip", "index", "versions", "vllm", "--disable-pip-version-check"], capture_output=True, text=True, stdin=subprocess.DEVNULL, env=pip_environment())
     match = re.search(r"^vllm \(([\w.]+)\)", done.stdout, re.MULTILINE)
     if done.returncode or not match:
         said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]

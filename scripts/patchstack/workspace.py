@@ -96,7 +96,10 @@ def give_to_owner_of(folder: pathlib.Path, *paths: pathlib.Path) -> None:
     if os.geteuid() == 0:
         owner = os.stat(folder)
         for path in paths:
-            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+            try:
+                os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+            except OSError as e:  # a user whom this container does not know
+                raise Refused(f"{folder} belongs to user {owner.st_uid}, and what is made in it cannot be given to them: {e.strerror}", "run the command as that user") from None
 
 
 def umask() -> int:

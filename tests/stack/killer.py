@@ -76,7 +76,7 @@ def counted(owner, name: str) -> None:
 
 class Popen(subprocess.Popen):
     def __init__(self, argv, *args, **kwargs):
-        words = [a for a in argv if "=" not in a and a != "-c"]
+        words = [os.path.basename(argv[0]), *(a for a in argv[1:] if "=" not in a and a != "-c")]
         writes = argv[0] != "git" or bool(WRITES & set(words)) and "--list" not in words
         here = writes and step("program " + " ".join(words)[:40], argv[0] == "git" and words[1] in SCRATCH)
         super().__init__(argv, *args, **kwargs)

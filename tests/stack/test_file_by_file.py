@@ -421,3 +421,70 @@ def test_a_branch_of_that_name_with_somebody_s_commits(project):
     assert git(clone, "for-each-ref") == before and snapshot(clone) == UPSTREAM
     git(clone, "branch", "-m", "dcp-stack", "my-dcp-stack")
     project.apply(dest=clone)
+
+
+def test_the_branch_in_another_worktree_is_not_moved(project):
+    clone = project.clone()
+    project.apply(dest=clone)
+    git(clone, "checkout", "--quiet", "--detach")
+    git(clone, "worktree", "add", "--quiet", str(project.room / "other"), "dcp-stack")
+    for command in (("unapply", clone), ("apply", "--dest", clone)):
+        git(clone, "checkout", "--quiet", "--detach", "dcp-stack" if command[0] == "unapply" else fake.TAG)
+        done = project.run(*command, code=3)
+        assert "checked out in another worktree" in done.err and str(project.room / "other") in done.err
+    assert git(project.room / "other", "status", "--porcelain") == ""
+    git(project.room / "other", "checkout", "--quiet", "--detach")
+    project.apply(dest=clone)
+
+
+def test_a_long_name(project):
+    """The name beside the target must not be longer than the file system allows."""
+    name = "vllm/" + "\u00fc" * 120 + ".py"
+    project.apply(dest=project.room / "edit")
+    fake.commit(project.room / "edit", {name: b"# SPDX-License-Identifier: Apache-2.0\n"}, fake.message("delta", "[Doc] Delta"))
+    project.run("export", project.room / "edit")
+    clone = project.clone()
+    both_ways(project, clone)
+    assert snapshot(clone) == UPSTREAM
+
+
+@pytest.mark.parametrize("what", ["bundle", "rebase"])
+def test_folders_of_ours_that_are_replaced_as_a_whole_are_not_if_something_is_mounted_in_them(project, what):
+    out, volume = project.root / ("out" if what == "bundle" else "build/rebase-v1.3.0"), project.room / "volume"
+    write_files(volume, {"precious": b"1\n"})
+    if what == "bundle":
+        write_files(out, {"run.py": b"x\n", "part-1.bin": b"x\n", "part-2.bin": b"x\n"})
+        (out / "data").mkdir()
+        assert "holds other things" in bundle_into(project, out).stderr
+        (out / "data").rmdir()
+        script = 'mount --bind "$1/precious" "$2/part-2.bin"; '
+    else:
+        write_files(out, {"data/x": b"1\n", ".git/state.json": b"{"})
+        script = 'mount --bind "$1" "$2/data"; '
+    code = f"""
+import pathlib, sys
+sys.path.insert(0, {str(project.root / 'scripts')!r})
+from patchstack import files
+from patchstack.errors import Refused
+try:
+    files.refuse_mounts(pathlib.Path({str(out)!r}))
+except Refused as e:
+    print(e.message)
+"""
+    done = in_namespace(project, script + f'"{sys.executable}" -c "$3"', volume, out, code)
+    assert "something is mounted in" in done.stdout, done
+    assert (volume / "precious").read_bytes() == b"1\n"
+
+
+def bundle_into(project, out: pathlib.Path) -> subprocess.CompletedProcess:
+    code = f"""
+import pathlib, sys
+sys.path.insert(0, {str(project.root / 'scripts')!r})
+from patchstack import bundle
+from patchstack.errors import Refused
+try:
+    bundle.write(None, "layer", [], pathlib.Path({str(out)!r}), 1, None)
+except Refused as e:
+    sys.exit(e.message)
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

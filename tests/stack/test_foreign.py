@@ -132,6 +132,33 @@ def test_a_submodule_is_not_entered(project):
     assert project.run("status", clone, "--json").json["state"] == "unapplied"  # not checked out
 
 
+@pytest.mark.parametrize("evil", ["../evil", ".git/hooks/post-checkout", "vllm/../../evil", "link"])
+def test_commits_that_lead_out_of_the_tree_are_refused(applied, evil):
+    """The recorded base is what the tree says it is: a stranger's may have any path in it."""
+    blob = git(applied.tree, "hash-object", "-w", "--stdin", input=b"evil\n")
+    tree = b"%s %s\0%b" % (b"120000" if evil == "link" else b"100644", evil.rpartition("/")[2].encode(), bytes.fromhex(blob))
+    for part in reversed(evil.split("/")[:-1]):
+        oid = git(applied.tree, "hash-object", "-w", "-t", "tree", "--literally", "--stdin", input=tree)
+        tree = b"40000 %b\0%b" % (part.encode(), bytes.fromhex(oid))
+    oid = git(applied.tree, "hash-object", "-w", "-t", "tree", "--literally", "--stdin", input=tree)
+    git(applied.tree, "update-ref", "refs/patchstack/base", git(applied.tree, "commit-tree", "-m", "x", oid))
+    before = snapshot(applied.room / "work", skip=("objects",))
+    done = applied.run("unapply", applied.tree, code=3)
+    assert "leaves the tree" in done.err and "Traceback" not in done.err
+    assert snapshot(applied.room / "work", skip=("objects",)) == before
+
+
+def test_a_module_named_pip_where_the_user_stands(project):
+    """`python -m pip` would take it: somebody runs the tool from within a tree that he only wants to look at."""
+    clone, mark = project.clone(), project.room / "ran"
+    shutil.rmtree(project.cache)
+    for name in ("pip.py", "setuptools.py", "git.py", "patchstack.py", "argparse.py"):
+        (clone / name).write_text(f"open({str(mark)!r}, 'w')\nraise SystemExit(1)\n")
+    project.run("apply", "--source", "pypi", "--dest", project.tree, cwd=clone)
+    project.run("drift", "--ref", "latest", cwd=clone, code=None)
+    assert not mark.exists()
+
+
 # ---- repositories of unusual kinds
 
 

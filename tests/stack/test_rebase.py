@@ -288,7 +288,7 @@ def test_a_release_without_an_sdist_cannot_be_pinned(project):
     ("apply --cached", 1, "before"), ("apply --cached", 3, "after"), ("update-ref", 2, "after"), ("reset --quiet --hard", 1, "before"), ("reset --quiet --hard", 1, "after"),  # while it starts
     ("cherry-pick", 1, "before"), ("cherry-pick", 1, "after"), ("cherry-pick", 1, "torn"), ("cherry-pick", 2, "after"), ("cherry-pick", 3, "torn"),
     ("format-patch", 1, "after"), ("range-diff", 1, "before"),
-    ("range-diff", 1, "after"), ("diff-files", 2, "before"),
+    ("range-diff", 1, "after"), ("diff-index", 2, "before"),
 ])  # fmt: skip
 def test_killed_and_continued(project, which, count, when):
     """Whatever the point, patches/ is whole or untouched, and --continue (or --to, if it had not begun) gives the same result."""
