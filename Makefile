@@ -48,7 +48,7 @@ wheel:
 bundle:
 	$(PYTHON) apply.py bundle $(ref) --$(or $(KIND),layer)
 
-gpu_benches = bench/bench_query_split.py bench/bench_ckv_gather.py bench/bench_ckv_prefetch.py
+gpu_benches = bench/bench_query_split.py bench/bench_ckv_gather.py bench/bench_ckv_prefetch.py bench/bench_gather_choice.py
 several_gpus = bench/bench_several_gpus.py
 bench:
 	$(PYTHON) bench/bench_apply.py

@@ -82,7 +82,7 @@ def make_rank(world):
     sparse_mla_attention.get_tensor_model_parallel_world_size = lambda: TP
     ckv_gather.all_gather_bytes = lambda gathered, local, group: None
     rank = Rank(0, world, "cuda", tp=TP, heads=HEADS, topk=TOPK, max_tokens=ROWS, max_model_len=MAX_MODEL_LEN, max_num_seqs=8)
-    return rank.build(CKV_GATHER=1)
+    return rank.build(CKV_GATHER="always")
 
 
 def measure(rank, context, ids, generator, repeats):
@@ -116,8 +116,8 @@ def measure(rank, context, ids, generator, repeats):
         torch.cat((ql_nope, q_pe), -1)
         rank.impl.forward_mqa(q_gathered, cache, metadata, rank.layer)
 
-    def gather(ratio):
-        backend.FP8_GATHERED_ROWS_PER_QUERY = {64: ratio, 128: ratio}
+    def gather(fp8):
+        backend.fp8_is_faster = lambda *lengths: fp8
         return lambda: rank.impl.forward_ckv_gather((ql_nope, q_pe), cache, metadata)
 
     merge = milliseconds(lambda: correct_attn_out(out, lses, 0, None), repeats)
@@ -126,8 +126,8 @@ def measure(rank, context, ids, generator, repeats):
         context=context,
         stock_ms=milliseconds(stock, repeats) + merge,
         stock_merge_ms=merge,
-        gather_bf16_ms=milliseconds(gather(None), repeats),
-        gather_fp8_ms=milliseconds(gather(0), repeats),
+        gather_bf16_ms=milliseconds(gather(False), repeats),
+        gather_fp8_ms=milliseconds(gather(True), repeats),
         # Received per rank: gathered queries, all LSEs, partial outputs to add | records of the other ranks.
         stock_bytes=(world - 1) * ROWS * heads * ((LATENT + ROPE) * 2 + world * 4 + LATENT * 2),
         gather_bytes=(world - 1) * plan.padded_total * RECORD,

@@ -54,10 +54,10 @@ import torch  # noqa: E402
 
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.triton_utils import tl, triton  # noqa: E402
-from vllm.v1.attention.ops import ckv_gather, ckv_plan, ckv_remap  # noqa: E402
+from vllm.v1.attention.ops import ckv_config, ckv_gather, ckv_layout, ckv_plan, ckv_prefetch, ckv_remap  # noqa: E402
 from vllm.v1.worker import workspace  # noqa: E402
 
-from bench.common import LATENT, OUT, PAGE, RECORD, ROPE, IndexerChunk, StubDcpGroup, make_records, rest, turns  # noqa: E402
+from bench.common import LATENT, OUT, PAGE, RECORD, ROPE, IndexerChunk, StubDcpGroup, host_table, make_records, rest, turns  # noqa: E402
 
 HEADS, PADDED_HEADS = 16, 64
 SCALE = (LATENT + ROPE) ** -0.5
@@ -123,9 +123,9 @@ class Step:
         self.args, self.context, self.chunk = args, context, chunk
         self.device = device = torch.device("cuda")
         world = args.world
-        self.config = ckv_plan.CKVGatherConfig(
+        self.config = ckv_config.CKVGatherConfig(
             dcp_world_size=world, dcp_rank=0, interleave=args.interleave, min_tokens=0, max_tokens=context, max_num_seqs=1, max_num_batched_tokens=chunk,
-            record_bytes=RECORD, decode_query_len=1, num_layers=args.layers, prefetch=True,
+            record_bytes=RECORD, decode_query_len=1, local_heads=16, link_gbps=150, always=True, num_layers=args.layers, prefetch=True,
         )  # fmt: skip
         self.group = NS(world_size=world)
         ckv_gather.get_dcp_group = lambda: self.group
@@ -142,11 +142,12 @@ class Step:
         self.link = Link(link, world, self.config.rows_per_rank, device, args.link_programs)
         blocks = self.config.rows_per_rank // PAGE + 1
         self.block_table = torch.randperm(blocks, device=device).to(torch.int32)[None]
+        self.planner.host_blocks = host_table(self.block_table)
 
         self.impl = NS(ckv_workspace=None)
         caches = (make_records(blocks * PAGE, device).view(blocks, PAGE, RECORD) for _ in range(args.layers))
         self.layers = [Layer(f"model.layers.{i}.self_attn.attn", self.impl, cache) for i, cache in enumerate(caches)]
-        mine = ckv_plan.ckv_layout([context - chunk, context], world, args.interleave).rank_req_lens[0]
+        mine = ckv_layout.ckv_layout([context - chunk, context], world, args.interleave).rank_req_lens[0]
         rows = torch.arange(int(mine[0]), int(mine[1]), device=device)
         self.slots = self.block_table[0][rows // PAGE].long() * PAGE + rows % PAGE
         self.new_rows = make_records(len(rows), device)
@@ -166,15 +167,15 @@ class Step:
         starts = torch.tensor([0, self.chunk], dtype=torch.int32)
         lens = torch.tensor([self.context], dtype=torch.int32)
         common = NS(query_start_loc_cpu=starts, query_start_loc=starts.to(self.device), seq_lens_cpu_upper_bound=lens, seq_lens=lens.to(self.device),
-                    is_prefilling=torch.tensor([True]), num_actual_tokens=self.chunk, block_table_tensor=self.block_table)  # fmt: skip
-        metadata = NS(num_decodes=0, num_prefills=1, num_decode_tokens=0, prefill=None, req_id_per_token=torch.zeros(self.chunk, dtype=torch.int32, device=self.device))
+                    is_prefilling=torch.tensor([True]), num_actual_tokens=self.chunk, block_table_tensor=self.block_table, req_idx=None)  # fmt: skip
+        metadata = NS(prefill=None, req_id_per_token=torch.zeros(self.chunk, dtype=torch.int32, device=self.device))
         return self.planner.plan(common, metadata)
 
     def run(self, mode):
         """Milliseconds per layer of one step in one of MODES: on the main stream, and of these in the gather."""
         plan = self.plan()
         gather, workspace = mode != "compute", self.workspaces[mode]
-        self.impl.ckv_workspace, prefetch = workspace, workspace.prefetch
+        self.impl.ckv_workspace = workspace
         torch.cuda.synchronize()
         marks = []
 
@@ -184,6 +185,18 @@ class Step:
 
         self.link.keep_awake(self.args.rest + 0.01 * self.args.layers)
         rest(self.args.rest)  # also so that the host is ahead from the first layer on, as in an engine
+        with ckv_prefetch.ckv_step():
+            self.run_layers(plan, workspace, gather, mark)
+        mark()
+        marks[-1].synchronize()
+        whole = [a.elapsed_time(b) for a, b in itertools.pairwise(marks[::7])]
+        # Of each layer's marks: the start of the gather, what is left of it at attention, and the wait for it.
+        gathers = [sum(marks[i + j].elapsed_time(marks[i + j + 1]) for j in (1, 3, 5)) for i in range(0, len(marks) - 1, 7)]
+        return self.of_model(whole), self.of_model(gathers)
+
+    def run_layers(self, plan, workspace, gather, mark):
+        """All layers, with seven marks each."""
+        prefetch = workspace.prefetch
         for layer in self.layers:
             mark()
             layer.kv_cache.view(-1, RECORD)[self.slots] = self.new_rows
@@ -211,12 +224,6 @@ class Step:
                 mark()
                 ops.cp_gather_and_upconvert_fp8_kv_cache(workspace.pages(), self.bf16_rows[: len(gathered)], plan.page_table, plan.page_starts, 1)
                 self.kernel(self.q, self.bf16_rows.view(-1, 1, LATENT + ROPE), slots[:, None], SCALE, topk_length=counts, out=self.out)
-        mark()
-        marks[-1].synchronize()
-        whole = [a.elapsed_time(b) for a, b in itertools.pairwise(marks[::7])]
-        # Of each layer's marks: the start of the gather, what is left of it at attention, and the wait for it.
-        gathers = [sum(marks[i + j].elapsed_time(marks[i + j + 1]) for j in (1, 3, 5)) for i in range(0, len(marks) - 1, 7)]
-        return self.of_model(whole), self.of_model(gathers)
 
     def of_model(self, times):
         """The mean over the layers of a model, whose inner layers take the mean of those in `times`."""

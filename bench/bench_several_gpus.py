@@ -51,7 +51,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 
-from bench.common import LATENT, LINKS, MAX_MODEL_LEN, OUT, PAGE, RECORD, ROPE, IndexerChunk, chunk_metadata, make_records, rest, spread_ids, table, turns
+from bench.common import LATENT, LINKS, MAX_MODEL_LEN, OUT, PAGE, RECORD, ROPE, IndexerChunk, chunk_metadata, host_table, make_records, rest, spread_ids, table, turns
 
 WORLDS = ("2/2", "4/4", "8/8", "8/2", "8/4")
 HEADS, TOPK = 128, 2048
@@ -263,7 +263,7 @@ class World:
 
     def link(self) -> None:
         from vllm.v1.attention.ops.ckv_gather import all_gather_bytes
-        from vllm.v1.attention.ops.ckv_plan import ckv_layout
+        from vllm.v1.attention.ops.ckv_layout import ckv_layout
 
         tokens, others = self.settings.tokens, self.dcp - 1
         manager = self.attention(CKV_GATHER=0).layer.dcp_manager
@@ -302,7 +302,7 @@ class World:
 
         stock, stock_manager = self.attention(CKV_GATHER=0), workspace.current_workspace_manager()
         # Keeps its workspaces: building the next one only replaces vLLM's pointer to them.
-        rank, manager = self.attention(CKV_GATHER=1, CKV_PREFETCH=1), workspace.current_workspace_manager()
+        rank, manager = self.attention(CKV_GATHER="always", CKV_PREFETCH=1), workspace.current_workspace_manager()
         ahead = rank.impl.ckv_workspace
         if self.settings.late:
             ahead.prefetch.early = False
@@ -315,6 +315,7 @@ class World:
 
     def layers_at(self, context: int, variants: dict) -> None:
         from vllm.v1.attention.backends.mla import flashmla_ckv_gather as backend
+        from vllm.v1.attention.ops.ckv_prefetch import ckv_step
         from vllm.v1.worker import workspace
 
         settings = self.settings
@@ -347,6 +348,8 @@ class World:
                 layer = copy.copy(template)
                 layer.layer_name, layer.kv_cache, layer.W_UK_T, layer.W_UV = f"model.layers.{i}.self_attn.attn", cache, w_uk, w_uv
                 stack.append(layer)
+            if name != "stock":
+                rank.builder.ckv_gather.host_blocks = host_table(block_table)
             plan = rank.builder.build(0, common).ckv_gather
             assert (plan is None) == (name == "stock")
             if name == "prefetch":
@@ -357,6 +360,10 @@ class World:
                 return lambda mark: run(metadata, mark)
 
             def run(metadata, mark):
+                with ckv_step():
+                    run_layers(metadata, mark)
+
+            def run_layers(metadata, mark):
                 workspace._manager, rank.impl.ckv_workspace = manager, gather_workspace
                 with gather_left_out(backend) if without_gather else contextlib.nullcontext():
                     for i, layer in enumerate(stack):
@@ -398,7 +405,7 @@ class World:
         from vllm.distributed.copy_engines import empty_for_gathers
         from vllm.distributed.parallel_state import get_ckv_prefetch_group
         from vllm.v1.attention.ops.ckv_gather import all_gather_bytes
-        from vllm.v1.attention.ops.ckv_plan import ckv_layout
+        from vllm.v1.attention.ops.ckv_layout import ckv_layout
 
         prefetch, side = get_ckv_prefetch_group(), torch.cuda.Stream(self.device, priority=-1)
         a, b = (torch.randn((MATMUL_SIZE, MATMUL_SIZE), device=self.device).to(torch.bfloat16) for _ in range(2))

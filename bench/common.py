@@ -79,6 +79,15 @@ def chunk_metadata(context, tokens, block_table):
     )
 
 
+def host_table(block_table):
+    """The HostBlockTable of a device block table, int32 [requests, pages]."""
+    import numpy as np
+    from vllm.v1.attention.ops.step_writes import HostBlockTable
+
+    requests, pages = block_table.shape
+    return HostBlockTable(block_table.cpu().numpy(), np.full(requests, pages), PAGE)
+
+
 class StubDcpGroup:
     """Rank 0 of `world` in the indexer's exchange; the other ranks' candidates are random, made once. Takes no time for transfers."""
 

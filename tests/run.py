@@ -101,7 +101,7 @@ def main() -> int:
         else:
             env = make_trees(bases[suite])
             # One process a folder: what a module leaves behind (threads, above all) does not reach the forked tests of the next.
-            ran = [(f"{suite}: {folder}", run(*pytest, "--base", suite, f"tests/{folder}", env=env)) for folder in FOLDERS]
+            ran = [(f"{suite}: {folder}", run(*pytest, "-n", "2", "--base", suite, f"tests/{folder}", env=env)) for folder in FOLDERS]
             if args.pytest or any(code != NO_TESTS for _, code in ran):  # not every base has tests in every folder
                 ran = [(name, 0 if code == NO_TESTS else code) for name, code in ran]
             for arguments in upstream_tests(bases[suite]) if not args.pytest else []:

@@ -9,6 +9,7 @@ import math
 
 import pytest
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed.ranks import in_dcp_world, run_ranks
 from tests.gpu._b12x_ranks import B12xRank, use_stand_in
 from tests.gpu._ckv_ranks import Batch, error
@@ -143,7 +144,7 @@ def _plans(rank, world, stand_in):
     said = []
     backend.logger.info_once = lambda text, *a, **k: said.append(text % a)
     me = B12xRank(rank, world, "cpu", stand_in, **CONFIG, max_num_seqs=8)
-    me.build(VLLM_DCP_CKV_GATHER=0, VLLM_B12X_MLA_CKV_GATHER=1, VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS=12, VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS=300)
+    me.build(VLLM_DCP_CKV_GATHER=0, VLLM_B12X_MLA_CKV_GATHER="always", VLLM_B12X_MLA_CKV_GATHER_MIN_TOKENS=12, VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS=300)
     assert (me.impl.ckv_gather.min_tokens, me.impl.ckv_gather.max_tokens) == (12, 300) == (me.builder.ckv_gather.config.min_tokens, me.builder.ckv_gather.config.max_tokens)
     assert not said
     kernels = me.impl.kernels
@@ -170,7 +171,7 @@ def _plans(rank, world, stand_in):
     assert len({request.name for request in stand_in.prepared}) == 6
 
     # Layers share the plans.
-    assert B12xRank(rank, world, "cpu", stand_in, **CONFIG).build(VLLM_B12X_MLA_CKV_GATHER=1, VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS=300).impl.kernels is kernels
+    assert B12xRank(rank, world, "cpu", stand_in, **CONFIG).build(VLLM_B12X_MLA_CKV_GATHER="always", VLLM_B12X_MLA_CKV_GATHER_MAX_TOKENS=300).impl.kernels is kernels
 
     # A capture never gathers; the rest of the time these rows do.
     batch = _batch("second-chunk")

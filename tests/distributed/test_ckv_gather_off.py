@@ -17,6 +17,7 @@ importlib.metadata.version = lambda name: version(name).removesuffix("+cpu") if 
 import torch
 import vllm
 assert vllm.__file__.startswith(sys.argv[1]), vllm.__file__
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed.ranks import run_ranks, vllm_world
 from tests.gpu._ckv_ranks import Batch, Rank, use_torch_ops
 

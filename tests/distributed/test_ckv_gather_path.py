@@ -6,6 +6,7 @@ records. TOLERANCE: outputs and the upconverted records are bfloat16 (relative 2
 """
 import pytest
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed.ranks import in_dcp_world, run_ranks
 from tests.gpu._ckv_ranks import Batch, Rank, broken, error
 
@@ -13,7 +14,7 @@ pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeo
 
 TOLERANCE = 1e-2
 HEADS = 16
-# (context, query) of each request, and how many of them are decodes.
+# (context, query) of each request, and how many of them decode. Decodes of several tokens verify drafts: the builder calls them prefills.
 BATCHES = {
     "one-short": ([(0, 17)], 0),
     "two-of-16": ([(0, 16), (0, 16)], 0),
@@ -21,6 +22,7 @@ BATCHES = {
     "five-unequal": ([(0, 2), (9, 9), (63, 3), (255, 2), (120, 8)], 0),
     "mixed": ([(40, 1), (129, 1), (0, 12), (64, 10)], 2),
     "mixed-empty-shard": ([(0, 1), (3, 1), (5, 20)], 2),
+    "verifying": ([(40, 1), (129, 4), (3, 3), (0, 12), (64, 10)], 3),
 }
 
 
@@ -31,13 +33,15 @@ def _compare(rank, world, interleave, names, layer):
     calls = []
     gather = ckv_gather.all_gather_bytes
     ckv_gather.all_gather_bytes = lambda *a: (calls.append(1), gather(*a))
-    rank_ = Rank(rank, world, "cpu", interleave=interleave, heads=HEADS, max_tokens=64, max_model_len=512)
+    speculative = type("S", (), {"num_speculative_tokens": 3, "parallel_drafting": False})
+    rank_ = Rank(rank, world, "cpu", interleave=interleave, heads=HEADS, max_tokens=64, max_model_len=512, speculative_config=speculative)
     for name in names:
         requests, num_decodes = BATCHES[name]
-        batch = Batch(requests, num_decodes=num_decodes, heads=HEADS, seed=len(name), holes="unequal" in name)
+        prefilling = [i >= num_decodes for i in range(len(requests))]
+        batch = Batch(requests, num_decodes=num_decodes, heads=HEADS, seed=len(name), holes="unequal" in name, prefilling=prefilling)
         outputs = {}
         for gather_flag in (0, 1):
-            rank_.build(CKV_GATHER=gather_flag, CKV_GATHER_MIN_TOKENS=16)
+            rank_.build(CKV_GATHER="always" if gather_flag else 0, CKV_GATHER_MIN_TOKENS=16)
             # The harness gives interleave 1 a decode threshold of 128 rows, as upstream does: these short prefills
             # must count as prefills.
             rank_.builder.reorder_batch_threshold = 1
@@ -49,13 +53,13 @@ def _compare(rank, world, interleave, names, layer):
             # The fused layer gives the merge no lengths.
             manager.combine = lambda out, lse, combine=combine, merged=merged, **kw: (merged.append((len(out), kw["seq_lens"])), combine(out, lse, **kw))[1]
             metadata = rank_.metadata(batch)
-            assert metadata.num_decodes == num_decodes
+            assert metadata.num_decodes == sum(query == 1 for _, query in requests)
             outputs[gather_flag] = rank_.run(batch, layer, metadata)
             assert len(calls) == gather_flag
-            # With the gather, decode rows alone are merged, and only where there are some.
+            # With the gather, rows that decode alone are merged, and only where there are some.
             requests_merged = num_decodes if gather_flag else len(requests)
             assert [n for n, _ in merged] == [sum(batch.query_lens[:requests_merged])] * (requests_merged > 0)
-            assert all(lens is None or len(lens) == requests_merged for _, lens in merged)
+            assert all(lens is None or len(lens) == len(requests) for _, lens in merged)
         reference = rank_.reference(batch)
         results[name] = error(outputs[1], reference), error(outputs[0], reference)
     return results
@@ -67,7 +71,7 @@ def _compare(rank, world, interleave, names, layer):
         (2, 1, "generic", list(BATCHES)),
         (2, 64, "fused", list(BATCHES)),
         (4, 16, "generic", ["second-chunk", "five-unequal", "mixed-empty-shard"]),
-        (4, 1, "fused", ["mixed"]),
+        (4, 1, "fused", ["mixed", "verifying"]),
         (8, 1, "generic", ["mixed"]),
     ],
 )
@@ -78,7 +82,7 @@ def test_gather_and_stock_agree_with_float64(world, interleave, layer, names):
 
 def _break(rank, world, how):
     rank_ = Rank(rank, world, "cpu", interleave=16, heads=HEADS, max_tokens=64, max_model_len=512)
-    rank_.build(CKV_GATHER=1)
+    rank_.build(CKV_GATHER="always")
     earlier, batch = (Batch([(100, 10), (30, 12)], heads=HEADS, seed=seed) for seed in (1, 2))
     rank_.load(earlier)
     rank_.builder.reorder_batch_threshold = 1
@@ -101,8 +105,8 @@ def _fp8_kernel(rank, world):
     """The other kernel of the gathered rows, which reads records as they are and takes no topk_length."""
     import vllm.v1.attention.backends.mla.flashmla_ckv_gather as backend
 
-    backend.FP8_GATHERED_ROWS_PER_QUERY = {64: 0, 128: 0}
-    rank_ = Rank(rank, world, "cpu", heads=HEADS, max_tokens=64, max_model_len=512).build(CKV_GATHER=1)
+    backend.fp8_is_faster = lambda *lengths: True
+    rank_ = Rank(rank, world, "cpu", heads=HEADS, max_tokens=64, max_model_len=512).build(CKV_GATHER="always")
     rank_.builder.reorder_batch_threshold = 1
     batch = Batch([(100, 10), (30, 12)], heads=HEADS, holes=True)
     rank_.load(batch)

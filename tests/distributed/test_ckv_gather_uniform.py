@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed.ranks import run_ranks, vllm_world
 from tests.gpu._ckv_ranks import Batch, Rank, use_torch_ops
 
@@ -48,7 +49,7 @@ def _decide(rank, world, interleave):
         parallel_state.initialize_model_parallel(world, 1, 1, world)
         speculative = type("S", (), {"num_speculative_tokens": 3, "parallel_drafting": False})
         me = Rank(rank, world, "cpu", interleave=interleave, heads=16, max_tokens=256, max_model_len=1024, speculative_config=speculative)
-        me.build(CKV_GATHER=1, CKV_GATHER_MAX_TOKENS=600)
+        me.build(CKV_GATHER="always", CKV_GATHER_MAX_TOKENS=600)
         me.builder.reorder_batch_threshold = 1
         own = np.random.default_rng(1000 + rank)
         shared = np.random.default_rng(interleave)

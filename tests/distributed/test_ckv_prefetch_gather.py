@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed.ranks import in_dcp_world, run_ranks
 from tests.gpu._ckv_prefetch import ENV, SCENARIO, Model, Solo, check, compare, random_scenario
 from tests.gpu._ckv_ranks import Batch, Rank
@@ -85,29 +86,32 @@ def test_one_process_model():
 def _mutant(rank, world, how):
     """Wrong ways: "no-append", "first-history" (every chunk behind as many rows as the first request's history: positions that
     do not start anew with each request), "stale" (all rows prefetched, before the layer wrote its chunk), "shared-buffer"."""
+    from vllm.v1.attention.ops import ckv_prefetch_plan
     from vllm.v1.attention.ops import ckv_prefetch_torch as binding
+    from vllm.v1.attention.ops.ckv_layout import shard_lens
 
-    segments = binding.ckv_chunk_segments
+    segments = ckv_prefetch_plan.ckv_late_segments
     if how == "no-append":
-        binding.CKVPrefetcher._append_chunk = lambda self, *args: None
+        binding.CKVPrefetcher._append_late_rows = lambda self, *args: None
     elif how == "first-history":
 
-        def first_history(lens, history, starts, padded, me):
-            parts, chunk_rows = segments(lens, history, starts, padded, me)
-            targets = np.arange(len(lens))[:, None] * padded + starts + history[:, :1]
-            parts[2][:, 2] = targets[lens > history]
-            return parts, chunk_rows
+        def first_history(layout, early, late, me):
+            parts, late_rows = segments(layout, early, late, me)
+            bounds = shard_lens(late[:, 1:], layout.dcp_world_size, layout.interleave)
+            targets = np.arange(layout.dcp_world_size)[:, None] * layout.padded_total + layout.rank_req_starts[:, late[:, 0]] + bounds[:, :1, 0]
+            parts[2][:, 2] = targets[bounds[..., 1] > bounds[..., 0]]
+            return parts, late_rows
 
-        binding.ckv_chunk_segments = first_history
+        ckv_prefetch_plan.ckv_late_segments = first_history
     elif how == "stale":
 
-        def all_history(lens, history, starts, padded, me):
-            parts, chunk_rows = segments(lens, history, starts, padded, me)
-            parts[0] = segments(lens, lens, starts, padded, me)[0][0]
+        def all_history(layout, early, late, me):
+            parts, late_rows = segments(layout, early, late, me)
+            parts[0] = segments(layout, np.concatenate([early, late]), late, me)[0][0]
             parts[2] = parts[2][:0]
-            return parts, chunk_rows
+            return parts, late_rows
 
-        binding.ckv_chunk_segments = all_history
+        ckv_prefetch_plan.ckv_late_segments = all_history
     elif how == "shared-buffer":
         init = binding.CKVPrefetcher.__init__
 

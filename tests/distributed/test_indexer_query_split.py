@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.mla.indexer import balanced_prefill_row_shard
 from vllm.v1.attention.ops import query_split
 from vllm.v1.worker.workspace import init_workspace_manager
 
+import tests.distributed.preload_v0_33_0  # noqa: F401
 from tests.distributed import indexer_reference
 from tests.distributed.indexer_batch import (
     FLAG,
@@ -128,8 +129,8 @@ def _compare(rank, tp, dcp, seeds, delay=0.0):
 
 @pytest.mark.parametrize("tp, dcp", TOPOLOGIES, ids=NAMES)
 def test_split_equals_unsplit(tp, dcp):
-    """150 random batches a topology: bit-equal ids, half of them full of ties, against a brute-force oracle too."""
-    seeds = [10_000 * tp + 1000 * dcp + i for i in range(60 if tp == dcp else 150)]
+    """Random batches: bit-equal ids, half of them full of ties, against a brute-force oracle too."""
+    seeds = [10_000 * tp + 1000 * dcp + i for i in range(20 if tp == dcp else 60 if tp == 8 else 150)]
     results = run_ranks(_compare, tp, dcp, seeds, env={FLAG: "1"}, timeout=800)
     seen = {key: sum(result[0][key] for result in results) for key in results[0][0]}
     assert seen["decodes"] and seen["many_requests"] and seen["many_chunks"] and seen["later_chunk"] and seen["empty_shard"], seen
@@ -137,7 +138,7 @@ def test_split_equals_unsplit(tp, dcp):
     if tp == dcp:
         assert not seen["split"] and all(name == "dcp" for *_, calls in results for batch in calls for name, *_ in batch[:-1])
         return
-    assert seen["split"] >= 100 * tp and seen["uneven"] and seen["no_rows"], seen
+    assert seen["split"] >= 0.66 * len(seeds) * tp and seen["uneven"] and seen["no_rows"], seen
     assert seen["few_rows"] or tp // dcp == 2, seen  # fewer rows than ranks: two rows are a prefill already
     _check_collectives(results, tp, dcp)
     # Rows really are divided: a rank's keys are scored about tp / dcp times less often.
@@ -167,7 +168,7 @@ def _check_collectives(results, tp, dcp):
 @pytest.mark.parametrize("tp, dcp", [(4, 2), (8, 4)], ids=["TP4/DCP2", "TP8/DCP4"])
 def test_no_deadlock_with_delays(tp, dcp):
     """Every rank sleeps at random before each collective and each scoring; all finish, with equal sequences."""
-    seeds = list(range(77000, 77025))
+    seeds = list(range(77000, 77015))
     results = run_ranks(_compare, tp, dcp, seeds, 0.02, env={FLAG: "1"}, timeout=400)
     _check_collectives(results, tp, dcp)
 
@@ -273,7 +274,8 @@ def group_of_four(monkeypatch):
 
 
 def test_size_of_the_group(group_of_four, monkeypatch):
-    for mode in (CUDAGraphMode.NONE, None, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY):
+    # Whatever graphs are asked for: builders are made before upstream has resolved it.
+    for mode in (CUDAGraphMode.NONE, None, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL):
         assert query_split.query_split_size(_config(mode)) == 4
     assert query_split.query_split_size(_config(dcp=1)) == 1  # upstream's TP row sharding has that case
     monkeypatch.setenv(FLAG, "0")
@@ -285,7 +287,6 @@ def test_size_of_the_group(group_of_four, monkeypatch):
 
 
 def test_one_line_where_it_cannot_work(group_of_four, monkeypatch):
-    assert query_split.query_split_size(_config(CUDAGraphMode.FULL)) == 1
     for flag in ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM"):
         with monkeypatch.context() as m:
             m.setenv(flag, "1")
@@ -293,9 +294,39 @@ def test_one_line_where_it_cannot_work(group_of_four, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(query_split.current_platform, "is_rocm", lambda: True)
         assert query_split.query_split_size(_config()) == 1
-    assert len(group_of_four) == 4 and all(FLAG in line for line in group_of_four)
-    for line, word in zip(group_of_four, ("cudagraph_mode=FULL", "VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM", "ROCm"), strict=True):
+    assert len(group_of_four) == 3 and all(FLAG in line for line in group_of_four)
+    for line, word in zip(group_of_four, ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM", "ROCm"), strict=True):
         assert word in line
+
+
+def test_full_graphs_of_prefill_rows_are_not_split(group_of_four):
+    for mode in (CUDAGraphMode.NONE, None, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY):
+        assert not query_split.captures_prefill_rows(_config(mode))
+    assert not group_of_four
+    assert query_split.captures_prefill_rows(_config(CUDAGraphMode.FULL))
+    (line,) = group_of_four
+    assert FLAG in line and "cudagraph_mode=FULL" in line
+
+
+def _resolved_later(rank, world, dcp):
+    """Row counts of a batch of the same builder, asked for full graphs and then resolved to others, as upstream's runner does it."""
+    with vllm_world(rank, world) as config:
+        _world(config, world, dcp)
+        config = make_config(SHAPE, world, dcp, 1)
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+        builder = make_builder(config, SHAPE, True)
+        batch = make_batch(1, SHAPE, True, [1], [(90, 90)])
+        common = common_metadata(batch, SHAPE, parallel_state.get_dcp_group().rank_in_group, dcp)
+        sizes = []
+        for mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE):
+            config.compilation_config.cudagraph_mode = mode
+            sizes.append(build(builder, batch, common).prefill.row_shard_sizes)
+        return sizes
+
+
+def test_the_graph_mode_is_asked_for_each_batch():
+    for full, piecewise in run_ranks(_resolved_later, 4, 2, env={FLAG: "1"}, timeout=200):
+        assert full is None and len(piecewise) == 2 and sum(piecewise) == 90
 
 
 @pytest.mark.parametrize("comm", [None, types.SimpleNamespace(disabled=True)])
@@ -316,10 +347,13 @@ def test_pcp_and_elastic_ep_are_errors_at_start(monkeypatch):
     from vllm.distributed.dcp_groups import check_dcp_side_groups
 
     monkeypatch.setenv(FLAG, "1")
+    monkeypatch.setattr(parallel_state, "_WORLD", types.SimpleNamespace(world_size=1))
+    config = types.SimpleNamespace(model_config=None, parallel_config=types.SimpleNamespace(enable_elastic_ep=False))
     with pytest.raises(ValueError, match="prefill context parallel"):
-        check_dcp_side_groups(4, 2, 2, False)
+        check_dcp_side_groups(config, 4, 2, 2)
+    config.parallel_config.enable_elastic_ep = True
     with pytest.raises(ValueError, match="elastic EP"):
-        check_dcp_side_groups(4, 1, 2, True)
+        check_dcp_side_groups(config, 4, 1, 2)
 
 
 # ------------------------------------------------------------------------------------------------ balance and exchange
@@ -480,7 +514,7 @@ def _glm(rank, world, dcp, seeds):
 
 def test_glm_op():
     """models/glm5next/nvidia/sparse_indexer.py: pools of 4 tokens, a tail behind the top-k."""
-    assert min(run_ranks(_glm, 4, 2, list(range(40)), env={FLAG: "1"}, timeout=300)) > 20
+    assert min(run_ranks(_glm, 4, 2, list(range(20)), env={FLAG: "1"}, timeout=300)) > 10
 
 
 # ------------------------------------------------------------------------------------------------ the reference itself

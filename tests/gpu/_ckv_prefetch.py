@@ -29,6 +29,13 @@ def records(layer, request, positions, steps):
     return (mixed >> np.uint64(56)).astype(np.uint8)
 
 
+def host_table(block_table):
+    """The HostBlockTable of a block table int32 [rows, blocks]."""
+    from vllm.v1.attention.ops.step_writes import HostBlockTable
+
+    return HostBlockTable(block_table, np.full(len(block_table), block_table.shape[1]), PAGE)
+
+
 class Step(NamedTuple):
     """One step of a scenario: [(request, query tokens)] behind one-token decodes; requests that ended before it may come anew."""
 
@@ -51,16 +58,16 @@ class Model:
     """
 
     def __init__(self, rank, world, device, *, interleave, layers, prefetch, requests=8, max_len=2048, max_tokens=512, delays=False, host_delays=False, min_history=1):
-        from vllm.v1.attention.ops import ckv_gather, ckv_plan, ckv_prefetch_torch
+        from vllm.v1.attention.ops import ckv_config, ckv_gather, ckv_plan, ckv_prefetch_plan
         from vllm.v1.worker import workspace
 
-        ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY = min_history
+        ckv_prefetch_plan.CKV_PREFETCH_MIN_HISTORY = min_history
         self.rank, self.world, self.device, self.interleave = rank, world, torch.device(device), interleave
         self.random = random.Random(rank) if delays else None
         self.host_delays = host_delays
-        self.config = ckv_plan.CKVGatherConfig(
+        self.config = ckv_config.CKVGatherConfig(
             dcp_world_size=world, dcp_rank=rank, interleave=interleave, min_tokens=0, max_tokens=requests * max_len, max_num_seqs=requests,
-            max_num_batched_tokens=max_tokens, record_bytes=RECORD, decode_query_len=1, prefetch=prefetch,
+            max_num_batched_tokens=max_tokens, record_bytes=RECORD, decode_query_len=1, local_heads=16, link_gbps=220, always=True, prefetch=prefetch,
         )  # fmt: skip
         workspace.reset_workspace_manager()
         workspace.init_workspace_manager(self.device)
@@ -74,6 +81,7 @@ class Model:
         self.pages_each = max_len // world // PAGE + 2
         table = np.random.default_rng(rank).permutation(requests * self.pages_each).reshape(requests, self.pages_each)
         self.block_table = table.astype(np.int32)
+        self.planner.host_blocks = host_table(self.block_table)
         self.layers = [Layer(i, self.workspace) for i in range(layers)]
         self.bind()
 
@@ -126,11 +134,9 @@ class Model:
             is_prefilling=torch.tensor([request not in decodes for request, _ in rows]),
             num_actual_tokens=int(starts[-1]),
             block_table_tensor=torch.tensor(self.block_table[[request for request, _ in rows]], device=self.device),
+            req_idx=np.array([request for request, _ in rows]),
         )
         metadata = NS(
-            num_decodes=len(decodes),
-            num_prefills=len(batch),
-            num_decode_tokens=len(decodes),
             prefill=None,
             req_id_per_token=torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), queries).to(self.device),
         )
@@ -153,6 +159,12 @@ class Model:
 
         Every other layer starts its gather early. Each has a collective on the DCP group then, as an indexer does.
         """
+        from vllm.v1.attention.ops.ckv_prefetch import ckv_step
+
+        with ckv_step():
+            return self.run_layers(step, only)
+
+    def run_layers(self, step, only):
         from vllm.v1.attention.ops import ckv_gather
 
         copies = {}
@@ -229,7 +241,7 @@ class Solo(Model):
             step.sent[layer.index] = {kind: torch.from_numpy(x).to(self.device) for kind, x in (("whole", whole), ("ahead", ahead), ("chunk", packed))}
         return step
 
-    def run(self, step, only=None):
+    def run_layers(self, step, only):
         from vllm.v1.attention.ops import ckv_gather
         from vllm.v1.attention.ops.ckv_prefetch import NUM_BUFFERS, BufferState
 
@@ -250,7 +262,7 @@ class Solo(Model):
         with mock.patch.multiple(ckv_gather, all_gather_bytes=all_gather, get_dcp_group=self.group):
             for index in range(len(self.layers)) if only is None else only:
                 self.running = index
-                copies |= super().run(step, [index])
+                copies |= super().run_layers(step, [index])
         return copies
 
 
@@ -383,11 +395,12 @@ def attention_outputs(Rank, Batch, rank, world, device, prefetch, layer_kind, ea
 
     from tests.gpu._ckv_ranks import error, rows_of
     from vllm.distributed.parallel_state import get_dcp_group
-    from vllm.v1.attention.ops import ckv_prefetch_torch
+    from vllm.v1.attention.ops import ckv_prefetch_plan
+    from vllm.v1.attention.ops.ckv_prefetch import ckv_step
 
-    ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY = 1
+    ckv_prefetch_plan.CKV_PREFETCH_MIN_HISTORY = 1
     settings = dict(interleave=16, heads=heads, topk=topk, max_tokens=64, max_model_len=512) | config
-    me = Rank(rank, world, device, **settings).build(CKV_GATHER=1, CKV_GATHER_MIN_TOKENS=0, CKV_PREFETCH=prefetch)
+    me = Rank(rank, world, device, **settings).build(CKV_GATHER="always", CKV_GATHER_MIN_TOKENS=0, CKV_PREFETCH=prefetch)
     me.builder.reorder_batch_threshold = 1
     template, outputs, errors, prefetched, begun = me.layer, [], [], 0, 0
 
@@ -430,11 +443,13 @@ def attention_outputs(Rank, Batch, rank, world, device, prefetch, layer_kind, ea
             layer.kv_cache = me.cache
             loaded.append((batch, slots, rows, me.records))
         metadata = None
-        for layer, (batch, slots, rows, whole) in zip(stack, loaded):
-            me.layer, me.cache, me.records = layer, layer.kv_cache, whole
-            me.topk_buffer[: batch.num_tokens] = batch.ids
-            metadata = metadata or me.metadata(batch)
-            me.cache.view(-1, RECORD)[slots] = rows
-            outputs.append(me.run(batch, layer_kind, metadata, poison=False))
-            errors.append(error(outputs[-1], me.reference(batch)))
+        me.builder.ckv_gather.host_blocks = host_table(me.block_table.cpu().numpy())
+        with ckv_step():
+            for layer, (batch, slots, rows, whole) in zip(stack, loaded):
+                me.layer, me.cache, me.records = layer, layer.kv_cache, whole
+                me.topk_buffer[: batch.num_tokens] = batch.ids
+                metadata = metadata or me.metadata(batch)
+                me.cache.view(-1, RECORD)[slots] = rows
+                outputs.append(me.run(batch, layer_kind, metadata, poison=False))
+                errors.append(error(outputs[-1], me.reference(batch)))
     return outputs, prefetched, errors, begun

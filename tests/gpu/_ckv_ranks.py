@@ -40,6 +40,8 @@ def make_config(dcp, *, tp=None, interleave=1, heads=16, topk=128, max_tokens=51
         use_ubatching=False,
         num_ubatches=1,
         dcp_comm_backend="ag_rs",
+        all2all_backend="allgather_reducescatter",
+        enable_expert_parallel=False,
     )
     model = NS(
         dtype=torch.bfloat16,
@@ -49,6 +51,7 @@ def make_config(dcp, *, tp=None, interleave=1, heads=16, topk=128, max_tokens=51
         model_arch_config=NS(total_num_attention_heads=heads),
         get_num_attention_heads=lambda parallel_config: heads // tp,
         get_num_layers=lambda parallel_config: 61,
+        enable_cumem_allocator=False,
     )
     config = NS(
         model_config=model,
@@ -56,7 +59,7 @@ def make_config(dcp, *, tp=None, interleave=1, heads=16, topk=128, max_tokens=51
         scheduler_config=NS(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
         cache_config=NS(cache_dtype=cache_dtype, block_size=PAGE),
         attention_config=NS(hisparse_config=None, sparse_mla_prefill_workspace_factor=5, sparse_mla_force_mqa=True),
-        compilation_config=NS(static_forward_context={}, max_cudagraph_capture_size=0),
+        compilation_config=NS(static_forward_context={}, max_cudagraph_capture_size=0, pass_config=NS(fuse_allreduce_rms=False)),
         kernel_config=NS(enable_jit_warmup=False),
         speculative_config=None,
         kv_transfer_config=None,
@@ -266,6 +269,8 @@ class Rank:
                 )
             self.layer = self._layer(MLAAttention, manager, backend, heads)
             config.compilation_config.static_forward_context["layer"] = self.layer
+            if getattr(self.impl, "ckv_gather", None) is not None:
+                self.impl.allocate_ckv_gather()  # as the worker does when the model is built
             spec = NS(block_size=PAGE, kv_quant_mode=None)
             self.builder = backend.get_builder_cls()(spec, ["layer"], config, self.device)
         workspace.lock_workspace()
@@ -411,11 +416,13 @@ def error(got, reference):
 
 @contextlib.contextmanager
 def broken(how):
-    """A wrong gather: "local-clamp", "wrong-start", "stale-workspace" or "nothing"."""
+    """A wrong gather: "local-clamp", "wrong-start", "wrong-unit", "stale-workspace", a wrong look-ahead: "own-history", or "nothing"."""
     import vllm.v1.attention.backends.mla.flashmla_ckv_gather as backend
     import vllm.v1.attention.ops.ckv_gather as core
 
-    remap, gather = backend.map_global_topk_to_gathered_ckv, core.all_gather_bytes
+    import vllm.v1.attention.ops.ckv_plan as planning
+
+    remap, gather, written = backend.map_global_topk_to_gathered_ckv, core.all_gather_bytes, planning.rows_written_by_batch
 
     def local_clamp(ids, req_ids, causal, starts, padded, world, interleave, **kwargs):
         causal = causal // (world * interleave) * interleave + (causal % (world * interleave)).clamp(max=interleave)
@@ -426,10 +433,20 @@ def broken(how):
         starts[-1, -1] += 1
         return remap(ids, req_ids, causal, starts, padded, world, interleave, **kwargs)
 
+    def wrong_unit(ids, req_ids, causal, starts, padded, world, interleave, **kwargs):
+        return remap(ids, req_ids, causal, starts, padded, world, 2 * interleave, **kwargs)
+
+    def own_history(table, table_rows, starts, ends, readers, history, world):
+        return np.empty((0, 3), dtype=np.int64)
+
     if how == "local-clamp":
         backend.map_global_topk_to_gathered_ckv = local_clamp
     elif how == "wrong-start":
         backend.map_global_topk_to_gathered_ckv = wrong_start
+    elif how == "wrong-unit":
+        backend.map_global_topk_to_gathered_ckv = wrong_unit
+    elif how == "own-history":
+        planning.rows_written_by_batch = own_history
     elif how == "stale-workspace":
         core.all_gather_bytes = lambda gathered, local, group: None
     else:
@@ -437,7 +454,7 @@ def broken(how):
     try:
         yield
     finally:
-        backend.map_global_topk_to_gathered_ckv, core.all_gather_bytes = remap, gather
+        backend.map_global_topk_to_gathered_ckv, core.all_gather_bytes, planning.rows_written_by_batch = remap, gather, written
 
 
 # ------------------------------------------------------------------------------------------------ the CPU

@@ -7,12 +7,14 @@ from typing import Any
 
 from . import gloo_communicator, ranks
 
+# What gathers does so whatever it costs, so that short prompts take that path, too; "cost" as an operator sets it.
 FLAGS = {
     "off": {},
     "split": {"VLLM_DCP_QUERY_SPLIT": "1"},
-    "gather": {"VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "0"},
-    "prefetch": {"VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "1"},
-    "all": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "1", "VLLM_DCP_CKV_PREFETCH": "1"},
+    "gather": {"VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "0"},
+    "prefetch": {"VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "1"},
+    "all": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "always", "VLLM_DCP_CKV_PREFETCH": "1"},
+    "cost": {"VLLM_DCP_QUERY_SPLIT": "1", "VLLM_DCP_CKV_GATHER": "1"},
 }
 
 
@@ -29,10 +31,11 @@ def make_engine(world: int, job: dict[str, Any]):
     from vllm import LLM
 
     # A fixed cache size, and a small share: ranks that start together on one card cannot measure free memory.
-    arguments = {"max_model_len": 16384, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False, "distributed_executor_backend": "external_launcher"} | job.get("engine", {})
+    arguments = {"max_model_len": 16384, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False, "distributed_executor_backend": "external_launcher",
+                 "disable_log_stats": True} | job.get("engine", {})
     llm = LLM(model=job["model"], skip_tokenizer_init=True, seed=0, enforce_eager=True, kv_cache_dtype="fp8_ds_mla", tensor_parallel_size=world,
                decode_context_parallel_size=job.get("dcp", 1), cp_kv_cache_interleave_size=job.get("interleave", 1), disable_custom_all_reduce=True,
-               disable_log_stats=True, gpu_memory_utilization=0.1, attention_config={"sparse_mla_force_mqa": True, "backend": "FLASHMLA_SPARSE"}, **arguments)  # fmt: skip
+               gpu_memory_utilization=0.1, attention_config={"sparse_mla_force_mqa": True, "backend": "FLASHMLA_SPARSE"}, **arguments)  # fmt: skip
     if ranks.over_nccl(world) and arguments["distributed_executor_backend"] == "external_launcher":
         ranks.require_pynccl()
     return llm
@@ -47,17 +50,73 @@ def _answer(output) -> list[tuple[int, float, float]]:
     return answer
 
 
-def generate(rank: int, world: int, job: dict[str, Any]) -> list[list[list[tuple[int, float, float]]]]:
-    """For each round of `job["rounds"]` (lists of prompts, generated together): the answers, in order."""
+def _best(table) -> tuple[int, float]:
+    """(best token, its lead over the second) of one position's log-probabilities."""
+    (token, first), (_, second) = sorted(((token, entry.logprob) for token, entry in table.items()), key=lambda item: -item[1])[:2]
+    return int(token), float(first - second)
+
+
+def answer_random(llm, job: dict[str, Any]) -> list[list[list[tuple[int, float, float]]]]:
     from vllm import SamplingParams
 
-    llm = make_engine(world, job)
     params = SamplingParams(max_tokens=job.get("max_tokens", 6), temperature=0, detokenize=False, logprobs=2, ignore_eos=True)
     return [[_answer(o) for o in llm.generate([{"prompt_token_ids": p} for p in batch], params, use_tqdm=False)] for batch in job["rounds"]]
 
 
+def answer_margin(llm, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tuple[int, float]]]]]:
+    """Of each prompt: tokens found in the prefix cache, and by position, from there on, the best token and its lead."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=job.get("max_tokens", 12), temperature=0, detokenize=False, logprobs=2, ignore_eos=True,
+                            prompt_logprobs=2, skip_reading_prefix_cache=False)  # fmt: skip
+    rounds = []
+    for batch in job["rounds"]:
+        rounds.append([])
+        for output in llm.generate([{"prompt_token_ids": p} for p in batch], params, use_tqdm=False):
+            last = len(output.prompt_token_ids) - 1
+            # The table of a position is that of the token behind it. What came from the prefix cache has none, on runner V1 one of
+            # zeros.
+            computed = last - output.num_cached_tokens
+            tables = output.prompt_logprobs[len(output.prompt_logprobs) - computed :]
+            found = {output.num_cached_tokens + i: _best(table) for i, table in enumerate(tables)}
+            found |= {last + i: _best(table) for i, table in enumerate(output.outputs[0].logprobs)}
+            rounds[-1].append((output.num_cached_tokens, found))
+    return rounds
+
+
+def generate(rank: int, world: int, job: dict[str, Any]) -> list[list[list[tuple[int, float, float]]]]:
+    """For each round of `job["rounds"]` (lists of prompts, generated together): the answers, in order."""
+    return answer_random(make_engine(world, job), job)
+
+
+def generate_margin(rank: int, world: int, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tuple[int, float]]]]]:
+    """The same for a checkpoint of margin_deepseek.py, with the answers at every position: see `answer_margin`."""
+    return answer_margin(make_engine(world, job), job)
+
+
+def generate_broken(rank: int, world: int, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tuple[int, float]]]]]:
+    """`generate_margin` with a fault of `_ckv_ranks.broken` put in by hand: `job["broken"]`."""
+    from ._ckv_ranks import broken
+
+    llm = make_engine(world, job)
+    with broken(job["broken"]):
+        return answer_margin(llm, job)
+
+
+def generate_both(rank: int, world: int, job: dict[str, Any]) -> tuple[list, list]:
+    """`generate` of `job`, then `generate_margin` of `job["margin"]` (model, rounds, max_tokens) by the same engine, which changes its
+    weights in between: much of a world's time is its start. Both checkpoints have the same config.json."""
+    llm = make_engine(world, job)
+    answers = answer_random(llm, job)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": job["margin"]["model"]})
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache keeps blocks of the old weights: a request is still running")
+    return answers, answer_margin(llm, job["margin"])
+
+
 def soak(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Send `job["requests"]` random requests, a few at a time, abort every tenth; return answers, memory and time.
+    """Send `job["requests"]` random requests, or those of `job["prompts"]`, a few at a time, abort every tenth; return answers, memory
+    and time.
 
     The order of calls is seeded: with external_launcher every rank drives its own engine and must do the same.
     """
@@ -66,12 +125,13 @@ def soak(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
     engine = make_engine(world, job).llm_engine
     rng = random.Random(job.get("seed", 1))
-    total, sent, answers, reserved = job["requests"], 0, {}, []
+    given = job.get("prompts")
+    total, sent, answers, reserved = len(given) if given else job["requests"], 0, {}, []
     aborted: set[str] = set()
     started = time.monotonic()
     while sent < total or engine.has_unfinished_requests():
         while sent < total and rng.random() < 0.6:
-            prompt = [rng.randrange(2, 2048) for _ in range(rng.choice([3, 17, 64, 65, 300, 900, 2500]))]
+            prompt = given[sent] if given else [rng.randrange(2, 2048) for _ in range(rng.choice([3, 17, 64, 65, 300, 900, 2500]))]
             engine.add_request(str(sent), {"prompt_token_ids": prompt}, SamplingParams(max_tokens=rng.randrange(1, 9), temperature=0, detokenize=False, logprobs=2, ignore_eos=True))
             if sent % 10 == 9:
                 aborted.add(str(sent - 3))

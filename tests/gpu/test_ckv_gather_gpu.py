@@ -102,17 +102,16 @@ def test_dcp_1_against_float64():
 def _kernels(rank, world, heads):
     import vllm.v1.attention.backends.mla.flashmla_ckv_gather as backend
 
-    me = Rank(rank, world, ranks.device(rank), interleave=16, heads=heads, topk=TOPK, max_tokens=256, max_model_len=8192).build(CKV_GATHER=1)
+    me = Rank(rank, world, ranks.device(rank), interleave=16, heads=heads, topk=TOPK, max_tokens=256, max_model_len=8192).build(CKV_GATHER="always")
     me.builder.reorder_batch_threshold = 1
     batch = Batch([(700, 50), (0, 90)], heads=heads, topk=TOPK, device=ranks.device(rank), holes=True)
     me.load(batch)
     found = {}
-    for kernel, ratio in (("bf16", None), ("fp8", 0)):
-        backend.FP8_GATHERED_ROWS_PER_QUERY = {64: ratio, 128: ratio}
+    for kernel in ("fp8", "bf16"):
+        backend.fp8_is_faster = lambda *lengths, fp8=kernel == "fp8": fp8
         found[kernel] = error(me.run(batch), me.reference(batch))
     # A row without ids: no kernel may give NaN, in whatever row it is.
     me.topk_buffer[3] = -1
-    backend.FP8_GATHERED_ROWS_PER_QUERY = {64: None, 128: None}
     found["empty-row-finite"] = bool(torch.isfinite(me.run(batch)).all())
     return found
 
@@ -128,7 +127,7 @@ def test_both_kernels(heads):
 
 
 def _break(rank, world):
-    me = Rank(rank, world, ranks.device(rank), interleave=16, heads=HEADS, topk=TOPK, max_tokens=256, max_model_len=8192).build(CKV_GATHER=1)
+    me = Rank(rank, world, ranks.device(rank), interleave=16, heads=HEADS, topk=TOPK, max_tokens=256, max_model_len=8192).build(CKV_GATHER="always")
     me.builder.reorder_batch_threshold = 1
     earlier, batch = (Batch([(1000, 40), (300, 60)], heads=HEADS, topk=TOPK, seed=seed, device=ranks.device(rank)) for seed in (1, 2))
     found = {}

@@ -58,7 +58,7 @@ def check_bytes(name, group, on):
     from vllm.v1.attention.ops.ckv_gather import all_gather_bytes
 
     rows = 32_768
-    memory, _pool, copy_engines = empty_for_gathers(((1 + group.world_size) * rows, 656), on, group)
+    memory, _pool, copy_engines, waits_on_sms = empty_for_gathers(((1 + group.world_size) * rows, 656), on, group)
     for seed, count in enumerate((1, 65, 4096, rows), 300):
         every = [data(r, (count, 656), torch.uint8, seed) for r in group.ranks]
         local, gathered = memory[:count], memory[rows:][: group.world_size * count]

@@ -2,7 +2,8 @@
 """A DeepSeek-V3.2-shaped checkpoint small enough to make in a test: sparse indexer, MLA, dense MLP, seeded weights.
 
 The weights spread enough that greedy tokens and log-probabilities tell two computations apart; dummy weights would repeat
-one token. index_topk is 512, so prompts above that select.
+one token. index_topk is 512, so prompts above that select. It can be laid out as another checkpoint of the same sizes, so that one
+engine runs both, one after the other (margin_deepseek.py).
 """
 import json
 import pathlib
@@ -64,9 +65,21 @@ def weights(layers: int, seed: int) -> dict[str, torch.Tensor]:
     return out
 
 
-def write(folder: pathlib.Path, layers: int = 3, seed: int = 0) -> pathlib.Path:
-    """Write config.json and model.safetensors into `folder`; return it."""
+def write(folder: pathlib.Path, layers: int = 3, seed: int = 0, like: dict | None = None) -> pathlib.Path:
+    """Write config.json and model.safetensors into `folder`; return it.
+
+    `like`: config.json of another checkpoint, to be written instead of one's own. Its vocabulary may be larger: the tokens that
+    this one lacks are zeros, and never the best. ValueError where a weight would have another size.
+    """
+    ours, tensors = config(layers), weights(layers, seed)
+    if like is not None:
+        sizes = [name for name in ours if isinstance(ours[name], int) and name.startswith(("hidden", "intermediate", "num_", "q_", "kv_", "qk_", "v_", "index_"))]
+        differ = {name: (ours[name], like[name]) for name in sizes if ours[name] != like[name] and name != "num_nextn_predict_layers"}
+        if differ or like["vocab_size"] < VOCAB:
+            raise ValueError(f"the other checkpoint has other sizes: {differ or like['vocab_size']}")
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = torch.nn.functional.pad(tensors[name], (0, 0, 0, like["vocab_size"] - VOCAB))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config(layers), indent=1))
-    save_file(weights(layers, seed), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(like or ours, indent=1))
+    save_file(tensors, folder / "model.safetensors")
     return folder

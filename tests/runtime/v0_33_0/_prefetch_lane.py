@@ -173,11 +173,14 @@ class FakeStreams:
 
 
 class Plan:
-    """Tables of a step on the device. When the host forgets them, main may use their memory for something else."""
+    """Tables of a step on the device. When the host forgets them, main may use their memory for something else. The block table
+    lies in one place, which main overwrites in each step."""
 
     def __init__(self, lane, step):
         self.lane, self.cell = lane, lane.cell("plan", step)
-        lane.device.work(lane.streams.main(), writes={self.cell: "tables"})
+        block_table = {lane.cell("block table"): ("blocks", step)}
+        self.reads = {self.cell: "tables"} | block_table
+        lane.device.work(lane.streams.main(), writes=self.reads)
 
     def __del__(self):
         self.lane.device.work(self.lane.streams.main(), writes={self.cell: FREED})
@@ -211,14 +214,21 @@ class Lane:
 
     def begin(self, step):
         if step != self.step:
+            self.end()
             self.plan, self.step = Plan(self, step), step
+
+    def end(self):
+        """The forward pass ends."""
+        if self.step is not None:
+            self.machine.end_step()
+        self.plan = self.step = None
 
     def layer(self, layer, step, lookahead=True, key=None):
         key = key or LayerKey("layers.*", layer)
         device, main, side = self.device, self.streams.main(), self.streams.side()
         content = ("ckv", layer, step)
         self.begin(step)
-        tables = {self.plan.cell: "tables"}
+        tables = self.plan.reads
         # The layer writes its chunk to the cache first.
         device.work(main, writes={self.rows(layer, step): "written"})
         self.written.setdefault(layer, []).append(step)
@@ -249,7 +259,7 @@ class Lane:
         self.machine.release(lease)
 
     def rebind(self):
-        """The old caches are freed by the host and new ones bound, as after profiling."""
+        """The old caches are freed by the host and new ones bound, as after profiling. The step before may not have ended."""
         self.machine.reset()
         for layer, steps in self.written.items():
             for step in steps:

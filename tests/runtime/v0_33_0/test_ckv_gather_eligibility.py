@@ -7,9 +7,11 @@ import pytest
 import torch
 from vllm import envs
 from vllm.distributed import parallel_state
-from vllm.v1.attention.ops import ckv_gather, ckv_plan
+from vllm.v1.attention.ops import ckv_config, ckv_gather, ckv_plan
+from vllm.v1.attention.ops.ckv_config import CKVGatherConfig, CKVGatherFlags, ckv_gather_flags
 from vllm.v1.attention.ops.ckv_gather import reserve_ckv_gather_workspace
-from vllm.v1.attention.ops.ckv_plan import CKVGatherConfig, ckv_gather_flags, ckv_gather_refusal
+from vllm.v1.attention.ops.ckv_layout import ckv_layout
+from vllm.v1.attention.ops.ckv_plan import ckv_gather_refusal
 from vllm.v1.worker import workspace
 
 from tests.gpu._ckv_ranks import make_config
@@ -28,7 +30,7 @@ def clean_flags(monkeypatch):
 
 @pytest.fixture
 def dcp_rank(monkeypatch):
-    monkeypatch.setattr(ckv_plan, "get_dcp_group", lambda: type("Group", (), {"rank_in_group": 1}))
+    monkeypatch.setattr(ckv_config, "get_dcp_group", lambda: type("Group", (), {"rank_in_group": 1}))
 
 
 CONFIG = CKVGatherConfig(
@@ -41,6 +43,8 @@ CONFIG = CKVGatherConfig(
     max_num_batched_tokens=64,
     record_bytes=656,
     decode_query_len=1,
+    local_heads=16,
+    link_gbps=220,
 )
 GOOD = dict(prefill_tokens=17, context_tokens=1000)
 
@@ -58,8 +62,9 @@ GOOD = dict(prefill_tokens=17, context_tokens=1000)
         (dict(context_tokens=1001), "context above the maximum"),
         (dict(prefill_tokens=0, context_tokens=0), "no prefill rows"),
         (dict(dense_mha=True), "dense MHA prefill"),
-        (dict(spec_verify=True), "speculative verification"),
         (dict(capturing=True), "CUDA graph capture"),
+        (dict(rows=CONFIG.rows_per_rank), None),
+        (dict(rows=CONFIG.rows_per_rank + 64), "context too uneven for the buffer"),
     ],
 )
 def test_predicate(change, reason):
@@ -73,10 +78,10 @@ def test_predicate_of_the_configuration(change, reason):
 
 def test_predicate_truth_table():
     """Every combination: it gathers exactly if no fact speaks against it."""
-    for tokens, context, dense, spec, capturing, dbo, world in itertools.product((0, 15, 16, 17), (0, 1000, 1001), *[(False, True)] * 4, (1, 4)):
+    for tokens, context, dense, capturing, dbo, world in itertools.product((0, 15, 16, 17), (0, 1000, 1001), *[(False, True)] * 3, (1, 4)):
         config = dataclasses.replace(CONFIG, dbo=dbo, dcp_world_size=world)
-        refusal = ckv_gather_refusal(config, prefill_tokens=tokens, context_tokens=context, dense_mha=dense, spec_verify=spec, capturing=capturing)
-        gathers = tokens == 17 and context <= 1000 and not (dense or spec or capturing or dbo) and world == 4
+        refusal = ckv_gather_refusal(config, prefill_tokens=tokens, context_tokens=context, dense_mha=dense, capturing=capturing)
+        gathers = tokens == 17 and context <= 1000 and not (dense or capturing or dbo) and world == 4
         assert (refusal is None) == gathers
 
 
@@ -85,14 +90,14 @@ def test_predicate_truth_table():
 
 def test_flag_defaults():
     assert (envs.VLLM_DCP_CKV_GATHER, envs.VLLM_DCP_CKV_GATHER_MIN_TOKENS, envs.VLLM_DCP_CKV_GATHER_MAX_TOKENS) == (False, 16, 524288)
-    assert ckv_gather_flags() == ckv_gather_flags(b12x=True) == ckv_plan.CKVGatherFlags(False, 16, 524288)
+    assert ckv_gather_flags() == ckv_gather_flags(b12x=True) == CKVGatherFlags(False, False, 16, 524288)
 
 
 def test_b12x_names_win_for_b12x_alone(monkeypatch):
     for name, value in zip(NAMES, ("1", "5", "4096"), strict=True):
         monkeypatch.setenv(f"VLLM_B12X_MLA_{name}", value)
-    assert ckv_gather_flags() == ckv_plan.CKVGatherFlags(False, 16, 524288)
-    assert ckv_gather_flags(b12x=True) == ckv_plan.CKVGatherFlags(True, 5, 4096)
+    assert ckv_gather_flags() == CKVGatherFlags(False, False, 16, 524288)
+    assert ckv_gather_flags(b12x=True) == CKVGatherFlags(True, False, 5, 4096)
     monkeypatch.setenv("VLLM_DCP_CKV_GATHER", "1")
     monkeypatch.setenv("VLLM_B12X_MLA_CKV_GATHER", "0")
     assert ckv_gather_flags().enabled and not ckv_gather_flags(b12x=True).enabled
@@ -101,7 +106,7 @@ def test_b12x_names_win_for_b12x_alone(monkeypatch):
 def test_dcp_names_serve_b12x_too(monkeypatch):
     for name, value in zip(NAMES, ("1", "7", "900"), strict=True):
         monkeypatch.setenv(f"VLLM_DCP_{name}", value)
-    assert ckv_gather_flags(b12x=True) == ckv_plan.CKVGatherFlags(True, 7, 900)
+    assert ckv_gather_flags(b12x=True) == CKVGatherFlags(True, False, 7, 900)
 
 
 @pytest.mark.parametrize("name, value", [("MIN_TOKENS", "-1"), ("MAX_TOKENS", "0"), ("MIN_TOKENS", "many"), ("MAX_TOKENS", "")])
@@ -134,7 +139,7 @@ def test_configuration(monkeypatch, dcp_rank, cache_dtype, record):
     monkeypatch.setenv("VLLM_DCP_CKV_GATHER", "1")
     monkeypatch.setenv("VLLM_DCP_CKV_PREFETCH", "0")
     config = CKVGatherConfig.from_vllm_config(make_config(4, interleave=16, max_model_len=1 << 20), cache_dtype)
-    assert config == CKVGatherConfig(4, 1, 16, 16, 524288, 8, 512, record, 1, False, 61)
+    assert config == CKVGatherConfig(4, 1, 16, 16, 524288, 8, 512, record, 1, 4, 220, False, False, 61)
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
@@ -161,14 +166,36 @@ def test_unreachable_context_is_not_reserved(monkeypatch, dcp_rank):
 
 @pytest.mark.parametrize("world, interleave, seqs, total", [(1, 1, 8, 1000), (2, 1, 8, 1000), (8, 64, 5, 999), (3, 16, 2, 77)])
 def test_capacity_holds_the_worst_batch(world, interleave, seqs, total):
-    """Any split of the maximum over the requests fits, worst of all requests just one interleave unit above even."""
+    """Any split of the maximum over few requests fits, worst of all requests just one interleave unit above even."""
     config = dataclasses.replace(CONFIG, dcp_world_size=world, interleave=interleave, max_num_seqs=seqs, max_tokens=total)
     assert config.rows_per_rank % 64 == 0
     worst = [min(interleave, total // seqs)] * seqs
     stripe = world * interleave
     for lens in ([total], worst, [total - (seqs - 1)] + [1] * (seqs - 1), [(total // seqs) // stripe * stripe + min(interleave, total // seqs % stripe)] * seqs):
-        layout = ckv_plan.ckv_layout(torch.tensor(lens).numpy(), world, interleave)
+        layout = ckv_layout(torch.tensor(lens).numpy(), world, interleave)
         assert layout.padded_total <= config.rows_per_rank
+
+
+def test_capacity_is_bounded_for_many_requests():
+    """8 ranks, interleave 64, 1,024 requests: an eighth more than the even share, not twice as much."""
+    many = dataclasses.replace(CONFIG, dcp_world_size=8, interleave=64, max_num_seqs=1024, max_tokens=524288)
+    assert many.rows_per_rank == 65536 + 8192
+    assert dataclasses.replace(many, max_num_seqs=4).rows_per_rank == 65536 + 4 * 64
+    # A small maximum still holds some requests that lie wholly on one rank.
+    assert dataclasses.replace(many, max_tokens=1024).rows_per_rank == 128 + 16 * 64
+
+
+@pytest.mark.parametrize("record, world", [(656, 2), (656, 8), (352, 4)])
+def test_shares_beyond_32_bits_are_refused_at_start(record, world):
+    """Upstream's cp_gather_cache multiplies rows and bytes in int32. The error names a maximum that works."""
+    one = dataclasses.replace(CONFIG, dcp_world_size=world, record_bytes=record, max_num_seqs=4096)
+    with pytest.raises(ValueError, match="VLLM_DCP_CKV_GATHER_MAX_TOKENS=2147483647") as error:
+        dataclasses.replace(one, max_tokens=2**31 - 1)
+    most = int(str(error.value).rstrip(".").rsplit(" ", 1)[1])
+    works = dataclasses.replace(one, max_tokens=most)
+    assert 0.99 * 2**31 < works.rows_per_rank * record < 2**31
+    with pytest.raises(ValueError):
+        dataclasses.replace(one, max_tokens=int(most * 1.01))
 
 
 @pytest.fixture
@@ -202,4 +229,5 @@ def test_never_allocated_late(manager):
 def test_groups_are_not_needed_when_off():
     """No DCP group exists here; the off path must not ask for it."""
     assert parallel_state._DCP is None
-    assert ckv_plan.make_ckv_gather_planner(make_config(2), "fp8_ds_mla", torch.device("cpu")) is None
+    assert CKVGatherConfig.from_vllm_config(make_config(2), "fp8_ds_mla") is None
+    assert ckv_plan.make_ckv_gather_planner(None, make_config(2), ["layer"], torch.device("cpu")) is None

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import torch
 from vllm.distributed import parallel_state
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import flashmla_sparse
 from vllm.v1.attention.ops import ckv_gather
+from vllm.v1.attention.ops.ckv_plan import gathered_requests
+from vllm.v1.attention.ops.dcp_cost import FLASHMLA_SM90, fp8_is_faster
 from vllm.v1.worker import workspace
 
 from tests.gpu._ckv_ranks import FLAGS, Batch, Rank, current_config, make_config, rows_of, use_torch_ops
@@ -108,11 +111,11 @@ def planned(rank, batch, **more):
 @pytest.mark.parametrize("interleave", [1, 16])
 def test_plan_of_a_mixed_batch(monkeypatch, interleave):
     batch = Batch([(40, 1), (129, 1), (0, 12), (64, 10)], num_decodes=2, heads=16)
-    rank = make_rank(monkeypatch, 1, 4, dict(CKV_GATHER=1), interleave=interleave)
+    rank = make_rank(monkeypatch, 1, 4, dict(CKV_GATHER="always"), interleave=interleave)
     rank.builder.reorder_batch_threshold = 1
     rank.load(batch)
     plan = planned(rank, batch).ckv_gather
-    assert plan.rows == slice(2, 24) and plan.num_decode_tokens == 2 and plan.num_reqs == 2
+    assert plan.rows == slice(2, 24) and plan.num_exchange_tokens == 2 and plan.num_reqs == 2
     assert plan.req_ids.tolist() == [0] * 12 + [1] * 10
     # Global bounds, for every row.
     assert plan.causal_lens.tolist() == list(range(1, 13)) + list(range(65, 75)) == batch.causal[2:]
@@ -128,7 +131,7 @@ def test_plan_of_a_mixed_batch(monkeypatch, interleave):
 
 @pytest.fixture
 def rank(monkeypatch):
-    rank = make_rank(monkeypatch, 0, 2, dict(CKV_GATHER=1, CKV_GATHER_MAX_TOKENS=300), max_num_seqs=8)
+    rank = make_rank(monkeypatch, 0, 2, dict(CKV_GATHER="always", CKV_GATHER_MAX_TOKENS=300), max_num_seqs=8)
     rank.builder.reorder_batch_threshold = 1
     return rank
 
@@ -159,17 +162,57 @@ def test_builder_decides(rank, requests, num_decodes, gathers):
     assert (planned(rank, batch).ckv_gather is not None) is gathers
 
 
-@pytest.mark.parametrize("prefilling, gathers", [([False] * 8, False), ([False] * 7 + [True], True), (None, False)])
-def test_verification_batches_do_not_gather(monkeypatch, prefilling, gathers):
-    """8 requests of 1 + 3 drafts look like prefills where the decode threshold is 1; they would gather on every step."""
-    rank = make_rank(monkeypatch, 0, 2, dict(CKV_GATHER=1), interleave=16, speculative_config=type("S", (), {"num_speculative_tokens": 3, "parallel_drafting": False}))
-    assert rank.builder.reorder_batch_threshold == 1
-    rank.builder.require_uniform_decodes = False
-    batch = load(rank, [(50 + i, 4) for i in range(8)])
-    common = dict(is_prefilling=None if prefilling is None else torch.tensor(prefilling))
-    metadata = planned(rank, batch, **common)
-    assert metadata.num_prefills == 8
-    assert (metadata.ckv_gather is not None) is gathers
+def verifying_rank(monkeypatch, interleave, drafts):
+    speculative = type("S", (), {"num_speculative_tokens": drafts, "parallel_drafting": False}) if drafts else None
+    return make_rank(monkeypatch, 0, 2, dict(CKV_GATHER="always"), interleave=interleave, max_model_len=1 << 17, max_tokens=8192, speculative_config=speculative)
+
+
+@pytest.mark.cases("verify_rows")
+def test_only_what_prefills_gathers(monkeypatch, case):
+    """Through the real builder, whatever its split calls a decode."""
+    rank = verifying_rank(monkeypatch, case["interleave"], case["drafts"])
+    rows = case["rows"]
+    queries, lens = (torch.tensor(x, dtype=torch.int32) for x in zip(*[(row["query"], row["context"] + row["query"]) for row in rows]))
+    plan = rank.builder.build(0, lengths_only(queries, lens, [row["prefilling"] for row in rows])).ckv_gather
+    expected = case["expected_gathered_requests"]
+    if sum(rows[r]["query"] for r in expected) <= 16:  # MIN
+        assert plan is None
+        return
+    first, last = expected[0], expected[-1]
+    assert expected == list(range(first, last + 1)) and last == len(rows) - 1
+    start = int(queries[:first].sum())
+    assert (plan.num_reqs, plan.num_exchange_tokens, plan.rows) == (len(expected), start, slice(start, int(queries.sum())))
+    assert plan.req_ids.unique().tolist() == list(range(len(expected)))
+    gathered = sum(rows[r]["context"] + rows[r]["query"] for r in expected)
+    assert gathered <= plan.gathered_rows <= gathered + 2 * (64 + 64 * len(expected)), "the contexts of verifying requests are not gathered"
+
+
+def lengths_only(queries, lens, prefilling):
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), queries.cumsum(0, dtype=torch.int32)])
+    return CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=len(lens), num_actual_tokens=int(starts[-1]), max_query_len=int(queries.max()),
+        max_seq_len=int(lens.max()), block_table_tensor=torch.zeros((len(lens), 4), dtype=torch.int32), slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+        is_prefilling=torch.tensor(prefilling), seq_lens_cpu_upper_bound=lens,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "queries, prefilling, decode_query_len, expected",
+    [
+        ([4, 4, 30, 20], [0, 0, 1, 1], 4, (2, 4)),
+        ([4, 30, 4, 20], [0, 1, 0, 1], 4, (3, 4)),  # a chunk among the verifications keeps their path
+        ([30, 4], [1, 0], 4, (2, 2)),
+        ([30, 20], [0, 0], 4, (0, 2)),  # no verification is as long: recomputed tokens
+        ([1, 30, 0, 0], [0, 1, 0, 0], 1, (1, 2)),  # padding
+        ([1, 30, 0, 0], [0, 1], 1, (1, 2)),  # padded beyond `is_prefilling`
+        ([1, 1], [0, 0], 1, (2, 2)),
+        ([0, 0], [0, 0], 1, (0, 0)),
+        ([1, 1, 30], [0, 1, 1], 1, (1, 3)),  # the last token of a prompt is a chunk, too
+    ],
+)
+def test_gathered_requests(queries, prefilling, decode_query_len, expected):
+    first, last = gathered_requests(np.array(queries), np.array(prefilling, dtype=bool), decode_query_len)
+    assert (first, last) == expected or first == last and expected[0] == expected[1]
 
 
 def test_recomputed_requests_gather(rank):
@@ -215,7 +258,7 @@ def test_padding_requests_and_rows(rank):
     metadata = planned(rank, batch, num_actual_tokens=24, seq_lens_cpu_upper_bound=lens, seq_lens=lens)
     plan = metadata.ckv_gather
     assert plan.rows == slice(1, 24)
-    assert plan.local_cu_seq_lens.tolist() == [0, 10, 10] and plan.padded_total == 64
+    assert plan.local_cu_seq_lens.tolist() == [0, 10] and plan.padded_total == 64
     assert plan.req_ids.tolist() == [0] * 20 + [-1] * 3
     assert plan.causal_lens.tolist()[:20] == list(range(1, 21)) and max(plan.causal_lens.tolist()) <= 20
 
@@ -280,11 +323,8 @@ def test_hooks_only_add_lines(path):
 
 
 def test_kernel_choice():
-    from vllm.v1.attention.backends.mla.flashmla_ckv_gather import use_fp8_kernel
-
-    assert not use_fp8_kernel(64, 8192, 524288)  # a full chunk
-    assert use_fp8_kernel(64, 17, 524288)  # few rows: the upconvert would dominate
-    assert not use_fp8_kernel(128, 17, 524288)  # not measured
+    assert not fp8_is_faster(FLASHMLA_SM90, 8192, 16, 524288)  # a full chunk
+    assert fp8_is_faster(FLASHMLA_SM90, 17, 16, 524288)  # few rows: the upconvert would dominate
 
 
 def test_make_config_is_complete():

@@ -17,16 +17,14 @@ from vllm import logger as vllm_logger
 from vllm.config import KVTransferConfig
 from vllm.distributed.copy_engines import GatherMemory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.attention.ops import ckv_gather, ckv_prefetch, ckv_prefetch_torch
+from vllm.v1.attention.ops import ckv_config, ckv_gather, ckv_prefetch, ckv_prefetch_plan
+from vllm.v1.attention.ops.ckv_config import CONNECTORS_NOT_LAYERWISE, CKVGatherConfig, ckv_prefetch_enabled, ckv_prefetch_refusal
 from vllm.v1.attention.ops.ckv_copy import CKVSegments, copy_ckv_segments
 from vllm.v1.attention.ops.ckv_gather import reserve_ckv_gather_workspace
-from vllm.v1.attention.ops.ckv_plan import CKVGatherConfig, CKVGatherPlanner, ckv_layout
-from vllm.v1.attention.ops.ckv_prefetch_torch import (
-    CONNECTORS_NOT_LAYERWISE,
-    ckv_chunk_segments,
-    ckv_prefetch_enabled,
-    ckv_prefetch_refusal,
-)
+from vllm.v1.attention.ops.ckv_layout import ckv_layout
+from vllm.v1.attention.ops.ckv_plan import CKVGatherPlanner
+from vllm.v1.attention.ops.ckv_prefetch_plan import ckv_late_segments, split_history
+from vllm.v1.attention.ops.step_writes import HostBlockTable
 from vllm.v1.worker import utils, workspace
 
 from tests.gpu._ckv_ranks import make_config
@@ -39,26 +37,27 @@ pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.forked, pytest.mark.timeo
 # ------------------------------------------------------------------------------------------------ segments
 
 
-def follow_segments(contexts, queries, world, interleave, align=4):
-    """Do on lists what the prefetch does on memory. A record is (request, position).
+def follow_segments(contexts, queries, written, world, interleave, align=4):
+    """Do on lists what the prefetch does on memory. A record is (request, position). `written`: (request, first, end) of contexts.
 
-    Returns the gathered buffer of rank 0 after history and chunk, the number of chunk records, and what it must be.
+    Returns the gathered buffer of rank 0 after history and late rows, the late records, and what the buffer must be.
     """
     lens = [c + q for c, q in zip(contexts, queries)]
+    late = {(r, t) for r, (c, n) in enumerate(zip(contexts, lens)) for t in range(c, n)} | {(r, t) for r, first, end in written for t in range(first, end)}
     layout = ckv_layout(np.array(lens), world, interleave, align)
-    history = ckv_layout(np.array(contexts), world, interleave, align).rank_req_lens
+    ranges = split_history(np.array(contexts), np.array(lens), np.array(written, dtype=np.int64).reshape(-1, 3))
     caches = [[[(r, t) for t in deal(n, world, interleave)[rank]] for r, n in enumerate(lens)] for rank in range(world)]
     padded = layout.padded_total
     gathered = [None] * (world * padded)
     packed = []
     for rank in range(world):
-        (ahead, pack, scatter), rows = ckv_chunk_segments(layout.rank_req_lens, history, layout.rank_req_starts, padded, rank)
+        (ahead, pack, scatter), rows = ckv_late_segments(layout, *ranges, rank)
         for table in (ahead, pack, scatter):
             assert table.dtype == np.int32 and table.shape[1] == 4 and (table[:, 3] > 0).all()
         for request, position, row, count in ahead:
             for i in range(count):
                 record = caches[rank][request][position + i]
-                assert record[1] < contexts[request], "a row of this step is no history"
+                assert record not in late, "a row of this step is no history"
                 gathered[rank * padded + row + i] = record
         mine = ["stale"] * rows
         for request, position, row, count in pack:
@@ -70,9 +69,10 @@ def follow_segments(contexts, queries, world, interleave, align=4):
     for request, position, row, count in scatter:
         assert request == 0
         for i in range(count):
-            assert gathered[row + i] is None, "the chunk overwrites history"
+            assert gathered[row + i] is None, "late rows overwrite history"
             gathered[row + i] = packed[position + i]
             scattered.append(packed[position + i])
+    assert set(scattered) == late and len(scattered) == len(late)
     expected = []
     for rank in range(world):
         share = [record for request in caches[rank] for record in request]
@@ -84,12 +84,16 @@ requests = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), min_size=
 
 
 @settings(max_examples=300, deadline=None)
-@given(requests, st.integers(1, 8), st.sampled_from([1, 2, 3, 16, 64]))
-def test_history_and_chunk_make_the_batch(requests, world, interleave):
+@given(requests, st.integers(1, 8), st.sampled_from([1, 2, 3, 16, 64]), st.data())
+def test_history_and_late_rows_make_the_batch(requests, world, interleave, data):
+    """Ranges that this step writes anywhere in the contexts: in the middle of a unit, up to the chunk, several in one context."""
     contexts, queries = zip(*requests)
-    gathered, scattered, expected = follow_segments(contexts, queries, world, interleave)
+    written = []
+    for request, context in enumerate(contexts):
+        bounds = sorted(data.draw(st.sets(st.integers(0, context), max_size=6)))
+        written += [(request, first, end) for first, end in zip(bounds[::2], bounds[1::2])]
+    gathered, _, expected = follow_segments(contexts, queries, written, world, interleave)
     assert gathered == expected
-    assert sorted(scattered) == [(r, c + i) for r, (c, q) in enumerate(requests) for i in range(q)]
 
 
 @pytest.mark.cases("chunk_positions")
@@ -98,18 +102,16 @@ def test_positions_of_case(case, world, interleave):
     starts, lens = case["query_start_loc"], case["seq_lens"]
     queries = [b - a for a, b in zip(starts, starts[1:])]
     contexts = [n - q for n, q in zip(lens, queries)]
-    gathered, scattered, expected = follow_segments(contexts, queries, world, interleave)
+    gathered, scattered, expected = follow_segments(contexts, queries, [], world, interleave)
     assert gathered == expected
     # The case lists positions in batch order: request by request.
     assert [position for _, position in sorted(scattered)] == case["expected_positions"]
 
 
-def test_segments_refuse():
-    lens = np.array([[3, 2]])
-    with pytest.raises(ValueError, match="Shapes differ"):
-        ckv_chunk_segments(lens, lens[:, :1], lens, 64, 0)
-    with pytest.raises(ValueError, match="more history"):
-        ckv_chunk_segments(lens, lens + 1, lens, 64, 0)
+def test_ranges():
+    early, late = split_history(np.array([10, 0, 7]), np.array([12, 3, 7]), np.array([(0, 2, 5), (0, 8, 10), (2, 0, 7)]))
+    assert early.tolist() == [[0, 0, 2], [0, 5, 8]]
+    assert late.tolist() == [[0, 2, 5], [0, 8, 10], [0, 10, 12], [1, 0, 3], [2, 0, 7]]
 
 
 # ------------------------------------------------------------------------------------------------ copy
@@ -173,25 +175,31 @@ def test_copy_refuses():
 
 def config(prefetch=True, **changes):
     values = dict(dcp_world_size=2, dcp_rank=0, interleave=1, min_tokens=0, max_tokens=100_000, max_num_seqs=4, max_num_batched_tokens=8192,
-                  record_bytes=656, decode_query_len=1, prefetch=prefetch)  # fmt: skip
+                  record_bytes=656, decode_query_len=1, local_heads=16, link_gbps=220, always=True, prefetch=prefetch)  # fmt: skip
     return CKVGatherConfig(**(values | changes))
 
 
-def plan(rows, prefilling=None, num_decodes=0, **changes):
-    """rows: (context, query) of each request."""
+def plan(rows, prefilling=None, tables=True, shared=None, **changes):
+    """The prefetch of a batch. rows: (context, query) of each request. tables: the planner has host block tables, with blocks of its own
+    for each request, but the first `shared[1]` blocks of request `shared[0]`, which are request 0's."""
     queries = torch.tensor([q for _, q in rows], dtype=torch.int32)
     lens = torch.tensor([c + q for c, q in rows], dtype=torch.int32)
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), queries.cumsum(0, dtype=torch.int32)])
-    common = NS(query_start_loc_cpu=starts, query_start_loc=starts, seq_lens_cpu_upper_bound=lens, seq_lens=lens, num_actual_tokens=int(starts[-1]),
+    common = NS(query_start_loc_cpu=starts, query_start_loc=starts, seq_lens_cpu_upper_bound=lens, seq_lens=lens, num_actual_tokens=int(starts[-1]), req_idx=None,
                 is_prefilling=None if prefilling is None else torch.tensor(prefilling), block_table_tensor=torch.zeros((len(rows), 4), dtype=torch.int32))  # fmt: skip
-    metadata = NS(num_decodes=num_decodes, num_prefills=len(rows) - num_decodes, num_decode_tokens=int(starts[num_decodes]), prefill=None,
-                  req_id_per_token=torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), queries))  # fmt: skip
-    planned = CKVGatherPlanner(config(**changes), torch.device("cpu")).plan(common, metadata)
+    metadata = NS(prefill=None, req_id_per_token=torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), queries))
+    planner = CKVGatherPlanner(config(**changes), torch.device("cpu"))
+    if tables:
+        ids = np.arange(1, 1 + len(rows) * 100, dtype=np.int32).reshape(-1, 100)
+        if shared is not None:
+            ids[shared[0], : shared[1]] = ids[0, : shared[1]]
+        planner.host_blocks = HostBlockTable(ids, np.full(len(rows), 100), 64)
+    planned = planner.plan(common, metadata)
     assert planned is not None
     return planned.prefetch
 
 
-MANY = ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY
+MANY = ckv_prefetch_plan.CKV_PREFETCH_MIN_HISTORY
 
 
 @pytest.mark.parametrize(
@@ -202,14 +210,22 @@ MANY = ckv_prefetch_torch.CKV_PREFETCH_MIN_HISTORY
         ([(MANY, 100)], {}, True),
         ([(MANY // 2, 100), (MANY // 2, 5)], {}, True),
         ([(0, 100), (MANY, 5)], {}, True),
+        # Nobody says what this step writes.
+        ([(MANY, 100)], dict(tables=False), False),
         # The history of decodes, which keep the exchange path, does not count.
-        ([(MANY, 1), (0, 100)], dict(num_decodes=1), False),
-        # Drafts being verified make host lengths upper bounds: rows of this step could pass for history.
-        ([(MANY, 100)], dict(decode_query_len=4), False),
-        ([(MANY, 100)], dict(decode_query_len=4, prefilling=[True]), True),
-        ([(MANY, 100), (50, 4)], dict(decode_query_len=4, prefilling=[True, False]), False),
+        ([(MANY, 1), (0, 100)], {}, False),
+        # Drafts being verified make host lengths upper bounds; what prefills has exact ones.
+        ([(MANY, 100)], dict(decode_query_len=4), True),
+        ([(50, 4), (MANY, 100)], dict(decode_query_len=4, prefilling=[False, True]), True),
+        ([(MANY, 4), (50, 100)], dict(decode_query_len=4, prefilling=[False, True]), False),
         ([(MANY, 100), (0, 0)], dict(decode_query_len=4, prefilling=[True, False]), True),
-        ([(MANY, 100), (50, 4)], dict(decode_query_len=1, prefilling=[True, False]), True),
+        # Request 1 has found blocks of 128 tokens that request 0 fills in this step: they are no history.
+        ([(0, MANY), (MANY, 100)], dict(shared=(1, MANY // 128)), False),
+        ([(128, MANY), (MANY + 128, 100)], dict(shared=(1, MANY // 128)), False),
+        ([(0, MANY), (MANY + 128, 100)], dict(shared=(1, 1)), True),
+        # A decoding request completes the block: one row is late, and 2,048 others are not.
+        ([(MANY, 1), (MANY + 1, 100)], dict(shared=(1, MANY // 128 + 1)), True),
+        ([(MANY - 1, 1), (MANY, 100)], dict(shared=(1, MANY // 128)), False),
     ],
 )
 def test_lookahead(rows, kwargs, ahead):
@@ -217,7 +233,7 @@ def test_lookahead(rows, kwargs, ahead):
 
 
 def test_no_history_never_looks_ahead(monkeypatch):
-    monkeypatch.setattr(ckv_prefetch_torch, "CKV_PREFETCH_MIN_HISTORY", 0)
+    monkeypatch.setattr(ckv_prefetch_plan, "CKV_PREFETCH_MIN_HISTORY", 0)
     assert plan([(0, 100), (0, 5)]).tables is None
     assert plan([(1, 100)]).tables is not None
 
@@ -290,7 +306,7 @@ def test_only_0_and_1(monkeypatch, value):
         ({}, True, {}, "DCP CKV prefetch is on."),
         ({"VLLM_DCP_CKV_PREFETCH": "0"}, True, {}, "DCP CKV prefetch is off: VLLM_DCP_CKV_PREFETCH=0."),
         ({}, True, dict(parallel_config__use_ubatching=True), "DCP CKV prefetch is off: dual batch overlap."),
-        ({"VLLM_DCP_CKV_PREFETCH": "1"}, False, {}, "has no effect"),
+        ({"VLLM_DCP_CKV_PREFETCH": "1"}, False, {}, None),  # see test_dcp_features.py
         ({"VLLM_DCP_CKV_PREFETCH": "0"}, False, {}, None),
         ({}, False, {}, None),
     ],
@@ -300,7 +316,7 @@ def test_one_line_at_start(on, monkeypatch, caplog, environment, gather, changes
         monkeypatch.setenv(name, value)
     vllm_logger._print_info_once.cache_clear()
     vllm_logger._print_warning_once.cache_clear()
-    logger = logging.getLogger(ckv_prefetch_torch.__name__)
+    logger = logging.getLogger(ckv_config.__name__)
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO):
@@ -424,7 +440,7 @@ def test_gather_belongs_to_a_layer(manager):
 
 @pytest.mark.parametrize("copy_engines", [False, True])
 def test_layers_begin_early_where_gathers_take_no_sms(manager, monkeypatch, copy_engines):
-    memory = GatherMemory(torch.empty((4 * config(max_tokens=1000).rows_per_rank, 656), dtype=torch.uint8), None, copy_engines)
+    memory = GatherMemory(torch.empty((4 * config(max_tokens=1000).rows_per_rank, 656), dtype=torch.uint8), None, copy_engines, False)
     monkeypatch.setattr(ckv_gather, "empty_for_gathers", lambda *args: memory)
     monkeypatch.setattr(ckv_gather, "get_dcp_group", lambda: None)
     reserved = reserve_ckv_gather_workspace(config(max_tokens=1000))

@@ -182,6 +182,16 @@ class LeakingStep(CKVPrefetchState):
         elif step != self._step:
             self._step, self._last = step, None
 
+    def end_step(self):
+        pass
+
+
+class EndlessStep(CKVPrefetchState):
+    """A step ends when the next one begins: main has overwritten the block table by then."""
+
+    def end_step(self):
+        pass
+
 
 class SameBuffer(CKVPrefetchState):
     """Looks ahead into the buffer that is being read."""
@@ -210,7 +220,7 @@ SCENES = {
 
 @pytest.mark.parametrize(
     "machine, scene",
-    [(NoMainWait, "steps"), (NoWrittenWait, "steps"), (NoFilled, "steps"), (NoDropWait, "steps"), (LeakingStep, "steps"), (SameBuffer, "steps"), (NoReaderWait, "moved"), (NoDrain, "rebind")],
+    [(NoMainWait, "steps"), (NoWrittenWait, "steps"), (NoFilled, "steps"), (NoDropWait, "steps"), (LeakingStep, "steps"), (EndlessStep, "steps"), (SameBuffer, "steps"), (NoReaderWait, "moved"), (NoDrain, "rebind")],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_a_broken_machine_is_seen(machine, scene):
@@ -225,9 +235,11 @@ def test_a_broken_machine_is_seen(machine, scene):
 def test_waits_of_a_step(lookahead):
     """No wait that is not needed: in each layer one of the side for main and one of main for the side."""
     device, lane = run([WARM])
+    lane.end()
     del lane.streams.waits[:]
     for layer in ALL:
         lane.layer(layer, 1, lookahead)
+    lane.end()
     streams = [stream for stream, _ in lane.streams.waits]
     assert streams.count("side-a") == 3 + 3  # and for the last reader of a buffer
     assert streams.count("main") == 3
@@ -264,17 +276,67 @@ def test_layers_are_registered_on_first_sight():
 
 
 @pytest.mark.parametrize("draft", ["model.layers.3.self_attn.attn", "draft_model.layers.0.self_attn.attn"])
-def test_the_draft_follows_no_target_layer(draft):
-    """In one lane, as with a model runner that has no lane for the draft: the draft runs with steps of its own."""
+@pytest.mark.parametrize("same_metadata", [False, True])
+def test_the_draft_follows_no_target_layer(draft, same_metadata):
+    """In one lane, as with a model runner that has no lane for the draft: the draft has forward passes of its own, on model runner
+    V2 with the target's metadata, and so with the number of its step. A step in which it does not run leaves nothing behind."""
     lane = Lane(Device())
     numbers = itertools.count()
-    for _ in range(3):
-        list(step(lane, next(numbers), TARGET))
-        for _ in range(2):
-            lane.layer(3, next(numbers), key=layer_key(draft))
-            assert lane.machine.next_layer() is None
+    for runs in (2, 2, 0, 2):
+        number = next(numbers)
+        list(step(lane, number, TARGET))
+        assert lane.machine.next_layer() is None
+        lane.end()
         assert lane.machine.state_of(0) is lane.machine.state_of(1) is BufferState.FREE
+        for _ in range(runs):
+            lane.layer(3, number if same_metadata else next(numbers), key=layer_key(draft))
+            assert not lane.prefetched[-1] and lane.machine.next_layer() is None
+            lane.end()
+    assert lane.prefetched[: 3] + lane.prefetched[5:8] == [False] * 4 + [True] * 2
     assert lane.device.races() is None
+
+
+@pytest.mark.parametrize("ran", [0, 1, 2])
+def test_a_step_ends_by_itself(ran):
+    """Layers that stop early leave a gather in flight: main waits for it, and nothing of it is in any buffer."""
+    device, lane = run([WARM, (range(ran), True)])
+    waits = len(lane.streams.waits)
+    lane.end()
+    assert [stream for stream, _ in lane.streams.waits[waits:]] == (["main"] if ran else [])
+    assert [lane.machine.state_of(b) for b in (0, 1)] == [BufferState.FREE] * 2
+    assert lane.machine.next_layer() is None
+    device.work("main", writes={lane.cell("block table"): "the next step's"})
+    assert device.explore()[0] is None
+    with pytest.raises(RuntimeError, match="before any step"):
+        lane.machine.consume(A)
+
+
+class Listener:
+    def __init__(self):
+        self.heard = []
+
+    def end_step(self):
+        self.heard.append("end")
+
+    def fail(self, error):
+        self.heard.append(error)
+
+
+def test_a_forward_pass_tells_all_lanes():
+    first, second = Listener(), Listener()
+    for listener in (first, second):
+        ckv_prefetch.register_lane(listener)
+    with ckv_prefetch.ckv_step():
+        assert first.heard == []
+    assert first.heard == second.heard == ["end"]
+    error = KeyboardInterrupt("stop")
+    with pytest.raises(KeyboardInterrupt), ckv_prefetch.ckv_step():
+        raise error
+    assert first.heard == second.heard == ["end", error]
+    del second  # lanes are not kept alive
+    with ckv_prefetch.ckv_step():
+        pass
+    assert first.heard[-1] == "end" and listener.heard[-1] == "end"
 
 
 def test_interleaved_groups_do_not_look_ahead():
@@ -347,6 +409,8 @@ def test_one_layer_at_a_time():
         m.consume(B)
     with pytest.raises(RuntimeError, match="step begins inside a layer"):
         m.begin_step(2)
+    with pytest.raises(RuntimeError, match="step ends inside a layer"):
+        m.end_step()
     m.begin_step(1)
     m.release(lease)
     for call in (m.release, m.complete, m.filled):
@@ -383,7 +447,7 @@ def test_no_layer_between_prepare_and_finish():
     m, lease = inside(A)
     m.prepare(B)
     m.release(lease)
-    for call in (lambda: m.consume(B), lambda: m.begin_step(2)):
+    for call in (lambda: m.consume(B), lambda: m.begin_step(2), m.end_step):
         with pytest.raises(RuntimeError, match="before finish"):
             call()
 
@@ -392,7 +456,7 @@ def test_what_the_gather_reads_is_kept_until_it_was_awaited():
     class Tables:
         pass
 
-    for end in ("consume", "filled", "another layer", "step", "reset"):
+    for end in ("consume", "filled", "another layer", "step", "end", "reset"):
         m = machine()
         m.begin_step(1)
         tables = Tables()
@@ -414,6 +478,8 @@ def test_what_the_gather_reads_is_kept_until_it_was_awaited():
             m.consume(C)
         elif end == "step":
             m.begin_step(2)
+        elif end == "end":
+            m.end_step()
         else:
             m.reset()
         assert alive() is None, end
@@ -426,7 +492,7 @@ def test_reset_in_the_middle_then_as_new():
         if until == "fill":
             m.prepare(B)
         m.reset()
-        assert m._streams.synchronized == (1 if until == "hold" else 2)
+        assert m._streams.synchronized == 2
         m.begin_step(1)
         assert not m.consume(A).prefetched
 
@@ -438,7 +504,7 @@ def test_close_drains_and_refuses():
     m.close()
     m.close()
     assert m._streams.synchronized == 2
-    for call in (lambda: m.begin_step(2), lambda: m.consume(A), lambda: m.prepare(A), lambda: m.finish(None), lambda: m.release(None)):
+    for call in (lambda: m.begin_step(2), lambda: m.consume(A), lambda: m.prepare(A), lambda: m.finish(None), lambda: m.release(None), m.end_step):
         with pytest.raises(RuntimeError, match="closed"):
             call()
 

@@ -122,7 +122,7 @@ def test_without_support_nothing_changes(nccl, backend, change, why):
     mine = group(backend)
     prefer_copy_engines(mine)
     assert mine.device_group.name == "stock" and nccl.log == []
-    memory, pool, copy_engines = empty_for_gathers((3, 5), CPU, mine)
+    memory, pool, copy_engines, waits_on_sms = empty_for_gathers((3, 5), CPU, mine)
     assert (memory.shape, memory.dtype, pool, copy_engines) == ((3, 5), torch.uint8, None, False)
     (line,) = nccl.log
     assert line.startswith("ckv_prefetch:0 does not gather by copy engines: ") and why in line
@@ -137,7 +137,7 @@ def test_a_device_communicator_is_refused(nccl):
 
 def test_memory_is_registered(nccl):
     mine = group()
-    memory, pool, copy_engines = empty_for_gathers((3, 5), CPU, mine)
+    memory, pool, copy_engines, waits_on_sms = empty_for_gathers((3, 5), CPU, mine)
     assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((3, 5), torch.uint8, True)
     assert pool.used and pool.allocator == "NCCL's"
     assert mine.device_group.backend.registered == [(pool, True)] and copy_engines
@@ -170,6 +170,33 @@ def test_no_direct_access_on_any_rank(nccl, mine, others):
     refused(nccl, "its GPUs lack direct access to each other's memory")
 
 
+def test_memory_that_sleep_mode_frees(nccl):
+    """NCCL's allocator would keep it: its kernels instead, which wait on SMs."""
+    used = []
+
+    @contextlib.contextmanager
+    def pool():
+        used.append("enter")
+        yield
+        used.append("leave")
+
+    memory = empty_for_gathers((3, 5), CPU, group(), pool)
+    assert used == ["enter", "leave"] and not memory.copy_engines and memory.waits_on_sms and memory.pool is None
+    assert nccl.log == ["ckv_prefetch:0 does not gather by copy engines: sleep mode is to free its memory."]
+
+
+def test_what_waits_on_sms(nccl):
+    """NCCL's kernels do, between GPUs that reach each other, where others wait for each other inside kernels, too."""
+    assert not empty_for_gathers((3, 5), CPU, group()).waits_on_sms
+    nccl.version = (2, 27, 7)
+    assert empty_for_gathers((3, 5), CPU, group()).waits_on_sms
+    assert not empty_for_gathers((3, 5), CPU, group("gloo")).waits_on_sms
+    nccl.nodes = [True, False]
+    assert empty_for_gathers((3, 5), CPU, group()).waits_on_sms
+    nccl.nodes, nccl.access = [True, True], set()
+    assert not empty_for_gathers((3, 5), CPU, group()).waits_on_sms
+
+
 @pytest.mark.parametrize("mine, others", [(False, True), (True, False)])
 def test_memory_of_another_pool_on_any_rank_is_not_registered(nccl, monkeypatch, mine, others):
     """Or some ranks would wait for the others in a collective."""
@@ -180,4 +207,4 @@ def test_memory_of_another_pool_on_any_rank_is_not_registered(nccl, monkeypatch,
         return is_in(*args)
 
     monkeypatch.setattr(copy_engines, "_is_in", is_in)
-    refused(nccl, "another memory pool is in use, as in sleep mode")
+    refused(nccl, "another memory pool is in use")

@@ -169,7 +169,7 @@ def test_deprecated_name(cp, dcp, used, warns, way, engine_parallel_config, warn
         config = TypeAdapter(ParallelConfig).validate_python({"distributed_executor_backend": "mp", **given_sizes})
     else:
         config = engine_parallel_config(*(word for name, value in given_sizes.items() for word in ("--" + name.replace("_", "-"), str(value))))
-        assert config._allow_auto_resolve_cp_interleave_size is (cp is None)  # as upstream has it
+        assert config._allow_auto_resolve_cp_interleave_size is (cp is None and dcp is None)  # an explicit size is explicit under its old name, too
     assert config.cp_kv_cache_interleave_size == used
     about = [message for message in warnings if "interleave" in message]
     assert len(about) == warns, about

@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
 
+from tests.interpreter import accept_mixed_masks
 from tests.oracle import slot
 
 pytestmark = [pytest.mark.base("v0.33.0")]
@@ -52,18 +52,8 @@ def real_kernels():
     assert HAS_TRITON, "vLLM switched Triton off: it needs CUDA_VISIBLE_DEVICES='' and a vllm version without 'cpu'"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer_utils, "is_uva_available", lambda: False)
-        # Triton 3.9's interpreter keeps a loaded bool as bool, a comparison as int8, and refuses a mask made of both.
-        for name, mask in (("create_masked_load", 2), ("create_masked_store", 3)):
-            patch.setattr(InterpreterBuilder, name, _with_bool_mask(getattr(InterpreterBuilder, name), mask))
+        accept_mixed_masks(patch.setattr)
         yield
-
-
-def _with_bool_mask(access, place):
-    def wrapped(*args):
-        mask = TensorHandle(args[place].data.astype(bool), args[place].dtype)
-        return access(*args[:place], mask, *args[place + 1 :])
-
-    return wrapped
 
 
 RUNNERS = pytest.mark.parametrize("slots", [v1_slots, v2_slots], ids=["v1", "v2"])

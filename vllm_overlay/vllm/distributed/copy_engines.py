@@ -16,6 +16,8 @@ access to each other's memory.
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/bufferreg.html
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,9 +41,13 @@ MIN_NCCL_VERSION = (2, 28)
 MAX_CTAS = 16
 
 
+def _is_nccl(backend: str) -> bool:
+    return "nccl" in str(backend).replace(",", ":").split(":")
+
+
 def _no_support(backend: str) -> str | None:
     """Why no communicator can use copy engines, from facts of the whole world."""
-    if "nccl" not in str(backend).replace(",", ":").split(":"):
+    if not _is_nccl(backend):
         return f"the backend is {backend}"
     version = torch.cuda.nccl.version()
     if version < MIN_NCCL_VERSION or not hasattr(
@@ -63,7 +69,9 @@ def prefer_copy_engines(group: "GroupCoordinator") -> None:
             communicator, with NCCL's kernels.
 
     """
-    assert group.device_communicator is None
+    assert group.device_communicator is None, (
+        f"{group.unique_name} has a device communicator, with NCCL's kernels."
+    )
     if _no_support(group.torch_distributed_backend) is not None:
         return
     stock = group.device_group
@@ -86,15 +94,20 @@ def prefer_copy_engines(group: "GroupCoordinator") -> None:
 
 class GatherMemory(NamedTuple):
     """memory: uint8, contiguous. pool: must live as long as it does. copy_engines:
-    gathers in it take no SMs, on all ranks alike."""
+    gathers in it take no SMs. waits_on_sms: they are NCCL kernels, which hold SMs
+    while they wait for a peer whose memory this GPU reaches. Both on all ranks alike."""
 
     memory: torch.Tensor
     pool: Any
     copy_engines: bool
+    waits_on_sms: bool
 
 
 def empty_for_gathers(
-    shape: tuple[int, ...], device: torch.device, group: "GroupCoordinator"
+    shape: tuple[int, ...],
+    device: torch.device,
+    group: "GroupCoordinator",
+    sleeps_in: Callable[[], AbstractContextManager] | None = None,
 ) -> GatherMemory:
     """Uninitialized bytes whose all-gathers over `group` go by copy engines, if any
     can.
@@ -106,13 +119,21 @@ def empty_for_gathers(
         shape: of the result.
         device: of the result.
         group: see `prefer_copy_engines`.
+        sleeps_in: for memory that sleep mode discards, the context that allocates it.
+            NCCL's allocator keeps its memory, so then no copy engines.
 
     """
-    refusal = _no_support(group.torch_distributed_backend)
-    if refusal is None and not all(in_the_same_node_as(group.cpu_group)):
+    backend_name = group.torch_distributed_backend
+    refusal = _no_support(backend_name)
+    waits_on_sms = _is_nccl(backend_name)
+    if waits_on_sms and all(in_the_same_node_as(group.cpu_group)):
+        if not _on_all_ranks(_reaches_peers(device, group), group):
+            waits_on_sms = False
+            refusal = refusal or "its GPUs lack direct access to each other's memory"
+    elif refusal is None:
         refusal = "its ranks are on several nodes"
-    if refusal is None and not _on_all_ranks(_reaches_peers(device, group), group):
-        refusal = "its GPUs lack direct access to each other's memory"
+    if refusal is None and sleeps_in is not None:
+        refusal = "sleep mode is to free its memory"
     pool = None
     if refusal is None:
         backend = group.device_group._get_backend(device)
@@ -122,16 +143,19 @@ def empty_for_gathers(
         if _on_all_ranks(_is_in(pool, memory), group):
             backend.register_mem_pool(pool, symm=True)
         else:
-            refusal = "another memory pool is in use, as in sleep mode"
+            refusal = "another memory pool is in use"
     else:
-        memory = torch.empty(shape, dtype=torch.uint8, device=device)
+        with nullcontext() if sleeps_in is None else sleeps_in():
+            memory = torch.empty(shape, dtype=torch.uint8, device=device)
     if refusal is None:
         logger.info_once("%s gathers by copy engines.", group.unique_name)
     else:
         logger.info_once(
             "%s does not gather by copy engines: %s.", group.unique_name, refusal
         )
-    return GatherMemory(memory, pool, refusal is None)
+    return GatherMemory(
+        memory, pool, refusal is None, refusal is not None and waits_on_sms
+    )
 
 
 def _on_all_ranks(fact: bool, group: "GroupCoordinator") -> bool:

@@ -14,8 +14,9 @@ DCP groups, so every KV shard exists `tp // dcp` times. Two groups follow from t
 
 `vllm.distributed.parallel_state` calls `check_dcp_side_groups` before it creates any
 group, `init_dcp_side_groups` after the DCP group and `destroy_dcp_side_groups` before
-it destroys that one. It also re-exports the accessors. What exists depends on flags
-and sizes that all ranks share, so every rank makes the same collective calls.
+it destroys that one. It also re-exports the accessors. What exists depends on facts
+that all ranks share (`dcp_features.wanted_groups`), and they compare these first
+(`dcp_agreement`), so every rank makes the same collective calls.
 """
 
 from contextlib import ExitStack
@@ -24,10 +25,12 @@ from typing import TYPE_CHECKING
 import vllm.envs as envs
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.parallel_state import GroupCoordinator
 
 _QUERY_SPLIT: "GroupCoordinator | None" = None
 _CKV_PREFETCH: "GroupCoordinator | None" = None
+_flags: dict[str, object] = {}
 
 
 def query_split_group_ranks(
@@ -70,26 +73,23 @@ def query_split_group_ranks(
     return groups
 
 
-def _wanted_groups(dcp_size: int) -> tuple[bool, bool]:
-    """Whether the flags ask for (the query split group, the CKV prefetch group).
-
-    The flags are read even without DCP: a bad value must not wait for DCP to show.
-    """
-    query_split = envs.VLLM_DCP_QUERY_SPLIT
-    ckv_prefetch = envs.VLLM_DCP_CKV_GATHER and envs.VLLM_DCP_CKV_PREFETCH
-    return query_split and dcp_size > 1, ckv_prefetch and dcp_size > 1
-
-
 def check_dcp_side_groups(
-    tp_size: int, pcp_size: int, dcp_size: int, enable_elastic_ep: bool
+    vllm_config: "VllmConfig", tp_size: int, pcp_size: int, dcp_size: int
 ) -> None:
     """Refuse what `init_dcp_side_groups` cannot build, before any group exists.
 
+    Collective over the world's CPU group: ranks compare their settings.
+
     Raises:
         ValueError: a flag asks for a group and `pcp_size > 1`, elastic EP is on or
-            `tp_size % dcp_size != 0`. Also for a flag that is neither 0 nor 1.
+            `tp_size % dcp_size != 0`. Also for a flag that is neither 0 nor 1, and
+            where ranks differ (`dcp_agreement`).
     """
-    wanted = _wanted_groups(dcp_size)
+    from vllm.distributed.dcp_agreement import agree_on_dcp_settings
+    from vllm.v1.attention.ops.dcp_features import wanted_groups
+
+    agree_on_dcp_settings(vllm_config)
+    wanted = wanted_groups(vllm_config, dcp_size)
     if not any(wanted):
         return
     flags = " and ".join(
@@ -104,7 +104,7 @@ def check_dcp_side_groups(
             f"{flags} with decode context parallelism does not support prefill "
             f"context parallelism, but prefill_context_parallel_size={pcp_size}."
         )
-    if enable_elastic_ep:
+    if vllm_config.parallel_config.enable_elastic_ep:
         raise ValueError(
             f"{flags} with decode context parallelism does not support elastic EP."
         )
@@ -116,6 +116,7 @@ def check_dcp_side_groups(
 
 
 def init_dcp_side_groups(
+    vllm_config: "VllmConfig",
     tp_rows: list[list[int]],
     dcp_ranks: list[list[int]],
     local_rank: int,
@@ -127,6 +128,7 @@ def init_dcp_side_groups(
     device communicator, and its all_gather returns the input.
 
     Args:
+        vllm_config: of the engine.
         tp_rows: global ranks of each TP group.
         dcp_ranks: global ranks of each DCP group.
         local_rank: local rank of this process.
@@ -138,10 +140,12 @@ def init_dcp_side_groups(
     """
     from vllm.distributed.copy_engines import prefer_copy_engines
     from vllm.distributed.parallel_state import init_model_parallel_group
+    from vllm.v1.attention.ops.dcp_features import wanted_groups
 
-    global _QUERY_SPLIT, _CKV_PREFETCH
+    global _QUERY_SPLIT, _CKV_PREFETCH, _flags
     dcp_size = len(dcp_ranks[0])
-    query_split, ckv_prefetch = _wanted_groups(dcp_size)
+    query_split, ckv_prefetch = wanted_groups(vllm_config, dcp_size)
+    _flags = _group_flags()
     assert _QUERY_SPLIT is None, "query split group is already initialized"
     assert _CKV_PREFETCH is None, "CKV prefetch group is already initialized"
     with ExitStack() as undo:
@@ -166,14 +170,16 @@ def init_dcp_side_groups(
         undo.pop_all()
 
 
-def ensure_dcp_side_groups(dcp_size: int) -> None:
-    """Assert that the groups which the flags ask for are those that exist."""
-    exist = _QUERY_SPLIT is not None, _CKV_PREFETCH is not None
-    assert exist == _wanted_groups(dcp_size), (
-        "model parallel groups already initialized, but with other values of "
-        "VLLM_DCP_QUERY_SPLIT, VLLM_DCP_CKV_GATHER or VLLM_DCP_CKV_PREFETCH: "
-        f"got (query split, CKV prefetch) groups {exist} vs. "
-        f"wanted: {_wanted_groups(dcp_size)}"
+def _group_flags() -> dict[str, object]:
+    names = ("VLLM_DCP_QUERY_SPLIT", "VLLM_DCP_CKV_GATHER", "VLLM_DCP_CKV_PREFETCH")
+    return {name: getattr(envs, name) for name in names}
+
+
+def ensure_dcp_side_groups() -> None:
+    """Assert that the flags are those with which the groups were created."""
+    assert _flags == _group_flags(), (
+        "model parallel groups already initialized, but with other flags: "
+        f"{_flags} vs. wanted: {_group_flags()}"
     )
 
 
@@ -201,7 +207,8 @@ def get_query_split_group() -> "GroupCoordinator":
     if _QUERY_SPLIT is None:
         raise RuntimeError(
             "The query split group is not initialized. It is created only with "
-            "VLLM_DCP_QUERY_SPLIT=1 and decode_context_parallel_size > 1."
+            "VLLM_DCP_QUERY_SPLIT=1, decode_context_parallel_size > 1 and a model with "
+            "a sparse indexer."
         )
     return _QUERY_SPLIT
 
@@ -217,7 +224,7 @@ def get_ckv_prefetch_group() -> "GroupCoordinator":
     if _CKV_PREFETCH is None:
         raise RuntimeError(
             "The CKV prefetch group is not initialized. It is created only with "
-            "VLLM_DCP_CKV_GATHER=1, VLLM_DCP_CKV_PREFETCH=1 and "
-            "decode_context_parallel_size > 1."
+            "VLLM_DCP_CKV_GATHER=1, VLLM_DCP_CKV_PREFETCH=1, "
+            "decode_context_parallel_size > 1 and an attention backend that gathers."
         )
     return _CKV_PREFETCH

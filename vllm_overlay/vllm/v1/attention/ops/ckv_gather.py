@@ -10,13 +10,15 @@ no query all-gather, no LSE, no merge.
 Whether a batch gathers is decided once per step, in the metadata builder
 (`CKVGatherPlanner.plan`), from facts that all ranks share. The layer and the backend
 read the result, so they cannot disagree and no rank can skip a collective alone.
-The plan is in `ckv_plan`, as are the layout and the formula of a record's slot.
+The plan is in `ckv_plan`, the formula of a record's slot in `ckv_layout`.
 """
 
+import contextvars
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,9 @@ from vllm import _custom_ops as ops
 from vllm.distributed.copy_engines import empty_for_gathers
 from vllm.distributed.parallel_state import get_ckv_prefetch_group, get_dcp_group
 from vllm.logger import init_logger
-from vllm.v1.attention.ops.ckv_plan import CKV_PAGE_ROWS, CKVGatherConfig, CKVGatherPlan
+from vllm.v1.attention.ops.ckv_config import CKVGatherConfig
+from vllm.v1.attention.ops.ckv_layout import CKV_PAGE_ROWS
+from vllm.v1.attention.ops.ckv_plan import CKVGatherPlan
 from vllm.v1.attention.ops.ckv_prefetch_torch import CKVPrefetcher
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 logger = init_logger(__name__)
+T = TypeVar("T")
 
 
 # ------------------------------------------------------------- workspace and gather
@@ -59,8 +64,9 @@ def reserve_ckv_gather_workspace(
     """The workspace of this execution lane, allocated on the first call.
 
     Its own allocation, not the shared scratch arena, whose content the next borrower
-    overwrites. Call it while the model is built, before the KV cache is sized.
-    Collective over the prefetch group with `config.prefetch`.
+    overwrites. Call it when the model is built (`dcp_features`), outside the memory
+    pool of its weights, which sleep mode copies to the host, and before the KV cache is
+    sized. Collective over the prefetch group with `config.prefetch`.
 
     Args:
         config: sizes it.
@@ -72,7 +78,32 @@ def reserve_ckv_gather_workspace(
     """
 
     def allocate(manager: Any) -> CKVGatherWorkspace:
-        total = config.workspace_bytes
+        device = manager._device
+        buffers, pool, early = config.num_buffers, None, False
+        if config.prefetch:
+            group = get_ckv_prefetch_group()
+            memory, pool, early, waits_on_sms = empty_for_gathers(
+                (buffers * config.gathered_rows, config.record_bytes),
+                device,
+                group,
+                manager._alloc_context if config.discard_on_sleep else None,
+            )
+            if waits_on_sms and config.waits_in_kernels is not None:
+                del memory
+                buffers = 1
+                logger.warning_once(
+                    "DCP CKV prefetch is off: its gathers would be NCCL kernels, which "
+                    "can wait for SMs for ever beside %s.",
+                    config.waits_in_kernels,
+                )
+        if buffers == 1:
+            with manager._alloc_context():
+                memory = torch.empty(
+                    (config.gathered_rows, config.record_bytes),
+                    dtype=torch.uint8,
+                    device=device,
+                )
+        total = memory.numel()
         tokens = (
             (total + scratch_bytes)
             * config.dcp_world_size
@@ -82,28 +113,20 @@ def reserve_ckv_gather_workspace(
             "DCP CKV gather: %d bytes (%.0f MiB) of workspace, %d buffer(s), and up to "
             "%d bytes of scratch, at the cost of about %d tokens of KV cache, for up "
             "to %d tokens of context; larger batches and those of at most %d prefill "
-            "tokens keep the exchange path.",
+            "tokens keep the exchange path. A lower VLLM_DCP_CKV_GATHER_MAX_TOKENS "
+            "takes less, VLLM_DCP_CKV_PREFETCH=0 half.",
             total,
             total / 2**20,
-            config.num_buffers,
+            buffers,
             scratch_bytes,
             tokens,
             config.max_tokens,
             config.min_tokens,
         )
-        shape = total // config.record_bytes, config.record_bytes
-        device = manager._device
-        if config.prefetch:
-            group = get_ckv_prefetch_group()
-            memory, pool, early = empty_for_gathers(shape, device, group)
-        else:
-            memory, pool = torch.empty(shape, dtype=torch.uint8, device=device), None
-        buffers = memory.split(config.gathered_rows)
-        workspace = CKVGatherWorkspace(buffers[0], pool=pool)
-        if config.prefetch:
-            workspace.prefetch = CKVPrefetcher(
-                list(buffers), CKV_PAGE_ROWS, group, early
-            )
+        parts = list(memory.split(config.gathered_rows))
+        workspace = CKVGatherWorkspace(parts[0], pool=pool)
+        if buffers > 1:
+            workspace.prefetch = CKVPrefetcher(parts, CKV_PAGE_ROWS, group, early)
         return workspace
 
     manager = current_workspace_manager()
@@ -113,6 +136,11 @@ def reserve_ckv_gather_workspace(
     )
 
 
+def later_in_this_lane(call: Callable[..., T], *args: Any, **kwargs: Any) -> Callable[[], T]:
+    """`call` with these arguments, for later, in the workspace lane of now."""
+    return functools.partial(contextvars.copy_context().run, call, *args, **kwargs)
+
+
 def all_gather_bytes(
     gathered: torch.Tensor, local: torch.Tensor, group: "GroupCoordinator"
 ) -> None:
@@ -120,7 +148,10 @@ def all_gather_bytes(
 
     `local` may be this rank's part of `gathered`: then nothing is copied locally.
     """
-    assert gathered.numel() == group.world_size * local.numel()
+    assert gathered.numel() == group.world_size * local.numel(), (
+        f"{group.world_size} ranks with {local.numel()} bytes each do not make "
+        f"{gathered.numel()}."
+    )
     comm = getattr(group.device_communicator, "pynccl_comm", None)
     if comm is not None and not comm.disabled:
         # The group's own communicator: torch.distributed would create another one,
@@ -248,7 +279,7 @@ def ckv_gather_attend(
         output: [tokens of the batch, local heads * v_head_dim].
 
     Returns:
-        The number of decode rows, which remain for the exchange path.
+        The number of rows before those, which remain for the exchange path.
 
     """
     plan = attn_metadata.ckv_gather
@@ -258,7 +289,7 @@ def ckv_gather_attend(
             (ql_nope, q_pe), kv_cache, attn_metadata
         )
     layer._v_up_proj(attn_out, out=output[plan.rows])
-    return plan.num_decode_tokens
+    return plan.num_exchange_tokens
 
 
 def ckv_gather_absorb_and_attend(

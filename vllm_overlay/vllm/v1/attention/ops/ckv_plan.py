@@ -1,38 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dcp-stack project
-"""What a CKV gather fixes and decides on the host: config, layout, predicate, plan.
+"""The CKV gather of a step: which rows gather, whether they do, and where all lies.
 
-All of it follows from the config, flags and host lengths that all ranks share, so it
-is the same on every rank; only the part that a rank takes for itself differs.
+Decided once per step, in the metadata builder, from facts that all ranks share: host
+lengths, host block tables, config. Only the part that a rank takes for itself differs.
 `ckv_gather` holds the workspace and the collectives.
-
-With W = DCP size, I = interleave and t = position of a token in its request:
-
-    owner(t) = (t // I) % W
-    local(t) = t // (W * I) * I + t % I
-    slot(t)  = owner(t) * padded_total + rank_req_starts[owner(t)][request] + local(t)
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-import vllm.envs as envs
-from vllm.distributed.parallel_state import get_dcp_group
 from vllm.logger import init_logger
-from vllm.utils.math_utils import cdiv, round_up
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backend import max_decode_query_len
-from vllm.v1.attention.ops.ckv_prefetch import NUM_BUFFERS
-from vllm.v1.attention.ops.ckv_prefetch_torch import (
+from vllm.v1.attention.ops.ckv_config import CKVGatherConfig
+from vllm.v1.attention.ops.ckv_layout import CKV_PAGE_ROWS, ckv_layout
+from vllm.v1.attention.ops.ckv_prefetch import in_ckv_capture
+from vllm.v1.attention.ops.ckv_prefetch_plan import (
+    CKV_PREFETCH_MIN_HISTORY,
     CKVPrefetchPlan,
-    ckv_prefetch_enabled,
+    looks_ahead,
     plan_ckv_prefetch,
+    split_history,
 )
+from vllm.v1.attention.ops.ckv_remap import warm_up_remap
+from vllm.v1.attention.ops.dcp_cost import (
+    KernelTimes,
+    exchange_seconds,
+    gather_seconds,
+)
+from vllm.v1.attention.ops.step_writes import HostBlockTable, rows_written_by_batch
+from vllm.v1.metrics.dcp_steps import count_prefill_batch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,210 +42,37 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Bytes of one token's cache record. Only opaque byte records can travel raw.
-CKV_RECORD_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
-# Sparse kernels read the gathered buffer as pages of this many rows.
-CKV_PAGE_ROWS = 64
-
-
-# --------------------------------------------------------------------------- config
-
-
-@dataclass(frozen=True)
-class CKVGatherFlags:
-    enabled: bool
-    min_tokens: int
-    max_tokens: int
-
-
-def ckv_gather_flags(b12x: bool = False) -> CKVGatherFlags:
-    """The flags of the CKV gather.
-
-    Args:
-        b12x: for the b12x backend, whose own `VLLM_B12X_MLA_CKV_GATHER*` names win
-            where they are set.
-
-    Raises:
-        ValueError: a negative minimum or a maximum below 1.
-
-    """
-
-    def flag(name: str) -> Any:
-        own = getattr(envs, f"VLLM_B12X_MLA_{name}") if b12x else None
-        return getattr(envs, f"VLLM_DCP_{name}") if own is None else own
-
-    flags = CKVGatherFlags(
-        enabled=flag("CKV_GATHER"),
-        min_tokens=flag("CKV_GATHER_MIN_TOKENS"),
-        max_tokens=flag("CKV_GATHER_MAX_TOKENS"),
-    )
-    if flags.min_tokens < 0 or flags.max_tokens < 1:
-        raise ValueError(
-            "The CKV gather needs MIN_TOKENS >= 0 and MAX_TOKENS >= 1, but got "
-            f"{flags.min_tokens} and {flags.max_tokens}."
-        )
-    return flags
-
-
-@dataclass(frozen=True)
-class CKVGatherConfig:
-    """What stays fixed while the engine runs, the same on all ranks but `dcp_rank`."""
-
-    dcp_world_size: int
-    dcp_rank: int
-    interleave: int
-    min_tokens: int
-    max_tokens: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    record_bytes: int
-    decode_query_len: int
-    """Longest query that speculative decoding verifies, 1 without it."""
-    dbo: bool = False
-    num_layers: int = 1
-    prefetch: bool = False
-
-    @classmethod
-    def from_vllm_config(
-        cls,
-        vllm_config: "VllmConfig",
-        cache_dtype: str,
-        record_bytes: int | None = None,
-        b12x: bool = False,
-    ) -> "CKVGatherConfig | None":
-        """The config, or None where the gather is off or DCP is 1.
-
-        Args:
-            vllm_config: of the engine, or of the draft model.
-            cache_dtype: KV cache format of the layer.
-            record_bytes: bytes of a cache record, where the backend's differ from
-                `CKV_RECORD_BYTES`.
-            b12x: see `ckv_gather_flags`.
-
-        Raises:
-            NotImplementedError: a cache format that has no raw records, or PCP.
-            ValueError: see `ckv_gather_flags`.
-
-        """
-        flags = ckv_gather_flags(b12x)
-        parallel_config = vllm_config.parallel_config
-        world_size = parallel_config.decode_context_parallel_size
-        gather = flags.enabled and world_size > 1
-        prefetch = ckv_prefetch_enabled(vllm_config, gather)
-        if not gather:
-            return None
-        if cache_dtype not in CKV_RECORD_BYTES:
-            raise NotImplementedError(
-                "The DCP CKV gather sends raw cache records and supports the KV cache "
-                f"formats {sorted(CKV_RECORD_BYTES)}, but got {cache_dtype!r}. "
-                "Set VLLM_DCP_CKV_GATHER=0 for this format."
-            )
-        if parallel_config.prefill_context_parallel_size > 1:
-            raise NotImplementedError(
-                "The DCP CKV gather does not support prefill context parallelism, "
-                "which has a KV gather of its own. Set VLLM_DCP_CKV_GATHER=0."
-            )
-        scheduler_config = vllm_config.scheduler_config
-        model_config = vllm_config.model_config
-        return cls(
-            dcp_world_size=world_size,
-            dcp_rank=get_dcp_group().rank_in_group,
-            interleave=parallel_config.cp_kv_cache_interleave_size,
-            min_tokens=flags.min_tokens,
-            # A batch cannot hold more context than this: do not reserve for it.
-            max_tokens=min(
-                flags.max_tokens,
-                model_config.max_model_len * scheduler_config.max_num_seqs,
-            ),
-            max_num_seqs=scheduler_config.max_num_seqs,
-            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
-            record_bytes=record_bytes or CKV_RECORD_BYTES[cache_dtype],
-            decode_query_len=max_decode_query_len(vllm_config),
-            dbo=parallel_config.use_ubatching,
-            num_layers=model_config.get_num_layers(parallel_config),
-            prefetch=prefetch,
-        )
-
-    @property
-    def rows_per_rank(self) -> int:
-        """Capacity of one rank's share of the gathered buffer.
-
-        A rank holds at most `interleave` tokens of a request above its even share.
-        """
-        share = cdiv(self.max_tokens, self.dcp_world_size)
-        return round_up(share + self.max_num_seqs * self.interleave, CKV_PAGE_ROWS)
-
-    @property
-    def gathered_rows(self) -> int:
-        return self.dcp_world_size * self.rows_per_rank
-
-    @property
-    def num_buffers(self) -> int:
-        return NUM_BUFFERS if self.prefetch else 1
-
-    @property
-    def workspace_bytes(self) -> int:
-        """The gathered buffers: a rank's own rows are gathered in place."""
-        return self.num_buffers * self.gathered_rows * self.record_bytes
-
-
-# --------------------------------------------------------------------------- layout
-
-
-@dataclass(frozen=True)
-class CKVLayout:
-    """Where the records of a batch lie in the gathered buffer.
-
-    rank_req_lens, rank_req_starts: int32 [W, requests]. padded_total: rows of every
-    rank's share, so rank r's rows start at `r * padded_total`.
-    """
-
-    rank_req_lens: np.ndarray
-    rank_req_starts: np.ndarray
-    padded_total: int
-
-
-def ckv_layout(
-    seq_lens: np.ndarray,
-    dcp_world_size: int,
-    interleave: int,
-    align: int = CKV_PAGE_ROWS,
-) -> CKVLayout:
-    """Lay out requests of global lengths `seq_lens`, packed per rank. Host only.
-
-    Args:
-        seq_lens: integers [requests], each >= 0.
-        dcp_world_size: W.
-        interleave: I.
-        align: `padded_total` is the largest rank total rounded up to it.
-
-    Raises:
-        ValueError: a size below 1, a negative length, or not one dimension.
-
-    """
-    lens = np.asarray(seq_lens, dtype=np.int64)
-    if dcp_world_size < 1 or interleave < 1 or align < 1:
-        raise ValueError(
-            "dcp_world_size, interleave and align must be at least 1, but got "
-            f"{dcp_world_size}, {interleave} and {align}."
-        )
-    if lens.ndim != 1 or (lens < 0).any():
-        raise ValueError(f"seq_lens must be lengths of one dimension, but got {lens}.")
-    stripe = dcp_world_size * interleave
-    offsets = np.arange(dcp_world_size, dtype=np.int64)[:, None] * interleave
-    rank_lens = lens // stripe * interleave + np.clip(
-        lens % stripe - offsets, 0, interleave
-    )
-    starts = np.cumsum(rank_lens, axis=1) - rank_lens
-    largest = int(rank_lens.sum(axis=1).max())
-    return CKVLayout(
-        rank_req_lens=rank_lens.astype(np.int32),
-        rank_req_starts=starts.astype(np.int32),
-        padded_total=round_up(largest, align),
-    )
-
 
 # ---------------------------------------------------------------------- eligibility
+
+
+def gathered_requests(
+    query_lens: np.ndarray, prefilling: np.ndarray, decode_query_len: int
+) -> tuple[int, int]:
+    """Which requests of a batch can gather: [first, last), all of them prefilling.
+
+    The requests behind the last one that decodes. Upstream sorts decodes and
+    verifications to the front, but a builder's split depends on its kernels: with an
+    interleave above 1, or with verified lengths that differ, requests that verify
+    drafts stand behind it. A short chunk among the decodes keeps their path.
+
+    Args:
+        query_lens: integers [requests] of this step, 0 for padding.
+        prefilling: bool [requests or fewer], `is_prefilling` of the batch.
+        decode_query_len: the longest query that verifies drafts, 1 without any.
+
+    """
+    real = np.flatnonzero(query_lens > 0)
+    if not len(real):
+        return 0, 0
+    last = int(real[-1]) + 1
+    # A resumed request that recomputes its own output does not count as prefilling
+    # in model runner V1, but nothing else has such a query either.
+    prefills = query_lens > decode_query_len
+    prefills[: len(prefilling)] |= prefilling[: len(prefills)]
+    decodes = np.flatnonzero(~prefills[:last] & (query_lens[:last] > 0))
+    first = int(decodes[-1]) + 1 if len(decodes) else int(real[0])
+    return first, last
 
 
 def ckv_gather_refusal(
@@ -251,21 +80,21 @@ def ckv_gather_refusal(
     *,
     prefill_tokens: int,
     context_tokens: int,
+    rows: int = 0,
     dense_mha: bool = False,
-    spec_verify: bool = False,
     capturing: bool = False,
 ) -> str | None:
-    """Why the prefill rows of a batch keep the exchange path; None: they gather.
+    """Why the prefill rows of a batch keep the exchange path; None: they may gather.
 
-    The one predicate of the feature. Every argument is a fact that all ranks share;
+    The hard bounds of the feature. Every argument is a fact that all ranks share;
     decode rows do not matter, they keep the exchange path in any case.
 
     Args:
         config: of the engine.
-        prefill_tokens: query rows of the prefill requests.
-        context_tokens: global KV lengths of the prefill requests, summed.
-        dense_mha: upstream's dense MHA path takes these rows.
-        spec_verify: all "prefill" requests verify draft tokens.
+        prefill_tokens: query rows of `gathered_requests`.
+        context_tokens: global KV lengths of these requests, summed.
+        rows: the most rows of them that a rank has, `CKVLayout.padded_total`.
+        dense_mha: upstream's dense MHA path takes prefill rows.
         capturing: the metadata is for a CUDA graph capture.
 
     """
@@ -279,13 +108,44 @@ def ckv_gather_refusal(
         return "no prefill rows"
     if dense_mha:
         return "dense MHA prefill"
-    if spec_verify:
-        return "speculative verification"
     if prefill_tokens <= config.min_tokens:
         return "too few prefill tokens"
     if context_tokens > config.max_tokens:
         return "context above the maximum"
+    if rows > config.rows_per_rank:
+        return "context too uneven for the buffer"
     return None
+
+
+def gather_costs_more(
+    config: CKVGatherConfig,
+    times: KernelTimes | None,
+    prefill_tokens: int,
+    gathered_rows: int,
+    ahead_rows: int,
+) -> bool:
+    """Whether the exchange path is the faster one, by the model in `dcp_cost`.
+
+    Args:
+        config: of the engine.
+        times: of the backend's kernels; None: bytes alone.
+        prefill_tokens: rows that would gather.
+        gathered_rows: rows of all ranks' shares.
+        ahead_rows: those that a look-ahead takes.
+
+    """
+    link = config.link_gbps * 1e9
+    heads, world_size = config.local_heads, config.dcp_world_size
+    return gather_seconds(
+        times,
+        prefill_tokens,
+        gathered_rows,
+        ahead_rows,
+        heads,
+        world_size,
+        config.record_bytes,
+        link,
+    ) > exchange_seconds(times, prefill_tokens, heads, world_size, link)
 
 
 # ----------------------------------------------------------------------------- plan
@@ -295,9 +155,9 @@ def ckv_gather_refusal(
 class CKVGatherPlan:
     """One step's gather. Only in metadata of batches whose prefill rows gather.
 
-    rows: the batch's prefill rows (T of them).
-    num_decode_tokens: rows before them.
-    num_reqs: prefill requests (R).
+    rows: the rows that gather (T of them), the last ones of the batch.
+    num_exchange_tokens: rows before them, which keep the exchange path.
+    num_reqs: requests that gather (R).
     local_rows: rows of this rank's share; padded_total: rows of every rank's share.
     rank_req_starts: int32 [W, R]. local_cu_seq_lens: int32 [R + 1].
     req_ids: int32 [T], request of each row; outside [0, R) for padding rows.
@@ -310,7 +170,7 @@ class CKVGatherPlan:
     """
 
     rows: slice
-    num_decode_tokens: int
+    num_exchange_tokens: int
     num_reqs: int
     local_rows: int
     padded_total: int
@@ -337,14 +197,30 @@ class CKVGatherPlan:
 
 
 class CKVGatherPlanner:
-    """Makes the plan of each step, in the metadata builder."""
+    """Makes the plan of each step, in the metadata builder.
+
+    Args:
+        config: of the engine.
+        device: of the plans' tensors.
+        times: of the backend's kernels; None: the choice counts bytes alone.
+
+    """
 
     capturing = False
     """The builder is asked for metadata of a CUDA graph capture."""
+    host_blocks: HostBlockTable | None = None
+    """Of the runner, see `step_writes`. Without it no step looks ahead: a draft
+    model's builder, or a runner that shares none, cannot tell what a step writes."""
 
-    def __init__(self, config: CKVGatherConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: CKVGatherConfig,
+        device: torch.device,
+        times: KernelTimes | None = None,
+    ) -> None:
         self.config = config
         self.device = device
+        self.times = times
         self.page_table = torch.arange(
             config.gathered_rows // CKV_PAGE_ROWS, dtype=torch.int32, device=device
         ).view(1, -1)
@@ -357,12 +233,13 @@ class CKVGatherPlanner:
     ) -> CKVGatherPlan | None:
         """The step's plan, or None: the batch keeps the exchange path.
 
-        Reads host lengths only; the device sees one asynchronous copy.
+        Reads host lengths and host block tables only; the device sees one
+        asynchronous copy.
 
         Args:
-            common: the batch.
-            metadata: the sparse MLA metadata built from it, with `num_decodes`,
-                `num_prefills`, `num_decode_tokens`, `prefill`, `req_id_per_token`.
+            common: the batch, all requests of the step.
+            metadata: the sparse MLA metadata built from it, with `prefill` and
+                `req_id_per_token`.
             make_kernel_metadata: gives the plan's `kernel_metadata`.
 
         Raises:
@@ -370,40 +247,62 @@ class CKVGatherPlanner:
 
         """
         config = self.config
-        num_decodes, num_reqs = metadata.num_decodes, metadata.num_prefills
-        if num_reqs == 0:
+        query_starts = common.query_start_loc_cpu.numpy()
+        query_lens = np.diff(query_starts)
+        prefilling = common.is_prefilling
+        first, last = gathered_requests(
+            query_lens,
+            np.zeros(0, bool) if prefilling is None else prefilling.numpy(),
+            config.decode_query_len,
+        )
+        if first == last:
             return None
         if common.seq_lens_cpu_upper_bound is None:
             raise RuntimeError(
                 "The CKV gather plans from seq_lens_cpu_upper_bound, which this batch "
                 "lacks; reading lengths from the device would stall every step."
             )
-        first, last = num_decodes, num_decodes + num_reqs
-        bounds = common.query_start_loc_cpu[first : last + 1].numpy()
-        query_lens = np.diff(bounds)
-        seq_lens = common.seq_lens_cpu_upper_bound[first:last].numpy()
-        # Padding requests have no query; their lengths are stale.
-        seq_lens = np.where(query_lens > 0, seq_lens, 0)
-        prefilling = common.is_prefilling
+        # Exact for requests that prefill; padding has no query and stale lengths.
+        all_lens = common.seq_lens_cpu_upper_bound.numpy()
+        chunk_lens = query_lens[first:last]
+        seq_lens = np.where(chunk_lens > 0, all_lens[first:last], 0)
+        prefill_tokens = int(chunk_lens.sum())
         prefill = metadata.prefill
+        capturing = self.capturing or in_ckv_capture()
+        layout = ckv_layout(seq_lens, config.dcp_world_size, config.interleave)
         refusal = ckv_gather_refusal(
             config,
-            prefill_tokens=int(query_lens.sum()),
+            prefill_tokens=prefill_tokens,
             context_tokens=int(seq_lens.sum(dtype=np.int64)),
+            rows=layout.padded_total,
             dense_mha=prefill is not None and prefill.use_dense_mha,
-            spec_verify=int(query_lens.max()) <= config.decode_query_len
-            and not (prefilling is not None and bool(prefilling[first:last].any())),
-            capturing=self.capturing,
+            capturing=capturing,
         )
+        if refusal is None:
+            history = seq_lens - chunk_lens
+            ranges = None
+            if config.prefetch and self.host_blocks is not None:
+                written = self._written(common, query_lens, all_lens, first, history)
+                ranges = split_history(history, seq_lens, written)
+            gathered_rows = config.dcp_world_size * layout.padded_total
+            ahead_rows = 0
+            if ranges is not None and looks_ahead(ranges[0]):
+                ahead_rows = int((ranges[0][:, 2] - ranges[0][:, 1]).sum())
+            if not config.always and gather_costs_more(
+                config, self.times, prefill_tokens, gathered_rows, ahead_rows
+            ):
+                refusal = "the exchange is faster"
         if refusal is not None:
-            logger.debug_once(
-                "A DCP prefill batch keeps the exchange path: %s", refusal
-            )
+            if not capturing:
+                count_prefill_batch("exchange", refusal)
             return None
         logger.info_once("DCP prefill batches use the CKV gather.")
+        if ahead_rows:
+            count_prefill_batch("gather, looking ahead", "")
+        else:
+            count_prefill_batch("gather", self._why_not_ahead(history))
 
-        layout = ckv_layout(seq_lens, config.dcp_world_size, config.interleave)
-        assert layout.padded_total <= config.rows_per_rank
+        num_reqs = last - first
         local_lens = layout.rank_req_lens[config.dcp_rank]
         # One copy to the device. The starts come first: the kernel likes them aligned.
         table = async_tensor_h2d(
@@ -422,20 +321,26 @@ class CKVGatherPlanner:
             [layout.rank_req_starts.size, num_reqs + 1, num_reqs, 1]
         )
 
-        rows = slice(metadata.num_decode_tokens, common.num_actual_tokens)
-        req_ids = metadata.req_id_per_token[rows] - num_decodes
+        rows = slice(int(query_starts[first]), common.num_actual_tokens)
+        req_ids = metadata.req_id_per_token[rows] - first
         # Rows beyond the last query are padding, mapped to request 0 of the batch.
         index = req_ids.clamp(min=0).long()
-        # Device lengths: the host's are upper bounds in asynchronous scheduling.
         seq_lens_dev = torch.minimum(common.seq_lens[first:last], host_lens)
         offset = seq_lens_dev - common.query_start_loc[first + 1 : last + 1]
         row = torch.arange(
             rows.start + 1, rows.stop + 1, dtype=torch.int32, device=self.device
         )
         causal_lens = torch.minimum(offset[index] + row, seq_lens_dev[index])
+        prefetch = None
+        if config.prefetch:
+            nothing = np.empty((0, 3), dtype=np.int64)
+            early, late = (nothing, nothing) if ranges is None else ranges
+            prefetch = plan_ckv_prefetch(
+                layout, early, late, config.dcp_rank, self.device
+            )
         return CKVGatherPlan(
             rows=rows,
-            num_decode_tokens=metadata.num_decode_tokens,
+            num_exchange_tokens=rows.start,
             num_reqs=num_reqs,
             local_rows=int(local_lens.sum()),
             padded_total=layout.padded_total,
@@ -450,45 +355,104 @@ class CKVGatherPlanner:
             page_table=self.page_table,
             page_starts=zero,
             kernel_metadata=make_kernel_metadata(),
-            prefetch=self._plan_prefetch(
-                layout,
-                seq_lens - query_lens,
-                # Only requests that verify drafts have inexact host lengths.
-                exact=config.decode_query_len == 1
-                or prefilling is not None
-                and bool((prefilling[first:last].numpy() | (query_lens == 0)).all()),
-            ),
+            prefetch=prefetch,
         )
 
-    def _plan_prefetch(
-        self, layout: CKVLayout, history: np.ndarray, exact: bool
-    ) -> CKVPrefetchPlan | None:
-        """history: integers [R], context of each request before this step."""
-        config = self.config
-        if not config.prefetch:
-            return None
-        shares = ckv_layout(history, config.dcp_world_size, config.interleave)
-        return plan_ckv_prefetch(
-            layout,
-            shares.rank_req_lens,
-            history_tokens=int(history.sum(dtype=np.int64)),
-            exact=exact,
-            dcp_rank=config.dcp_rank,
-            device=self.device,
+    def _why_not_ahead(self, history: np.ndarray) -> str:
+        """Why the step, which gathers, does not look ahead, for the counters."""
+        if not self.config.prefetch:
+            return "prefetch is off"
+        if self.host_blocks is None:
+            return "block tables of a draft model"
+        if history.sum() < CKV_PREFETCH_MIN_HISTORY:
+            return "too little history"
+        return "this step writes the history"
+
+    def _written(
+        self,
+        common: "CommonAttentionMetadata",
+        query_lens: np.ndarray,
+        seq_lens: np.ndarray,
+        first: int,
+        history: np.ndarray,
+    ) -> np.ndarray:
+        """What of the gathered requests' contexts this step writes: int64 [ranges, 3]
+        of (gathered request, first position, end).
+
+        Args:
+            common: the batch.
+            query_lens, seq_lens: integers [requests] of the whole batch.
+            first: the first request that gathers.
+            history: integers [gathered requests].
+
+        """
+        assert self.host_blocks is not None, "Without block tables no step looks ahead."
+        real = np.flatnonzero(query_lens > 0)
+        ends = seq_lens[real].astype(np.int64)
+        starts = ends - query_lens[real]
+        # Lengths of requests that verify drafts are upper bounds: drafts of the step
+        # before may turn out to be rejected. What begins too early only travels late.
+        starts[real < first] -= self.config.decode_query_len - 1
+        table_rows = real if common.req_idx is None else common.req_idx[real]
+        readers = np.flatnonzero((real >= first) & (real < first + len(history)))
+        gathered = real[readers] - first
+        written = rows_written_by_batch(
+            self.host_blocks,
+            table_rows,
+            np.maximum(starts, 0),
+            ends,
+            readers,
+            history[gathered],
+            self.config.dcp_world_size,
         )
+        written[:, 0] = gathered[written[:, 0]]
+        return written
 
 
 def make_ckv_gather_planner(
-    vllm_config: "VllmConfig", cache_dtype: str, device: torch.device
+    config: CKVGatherConfig | None,
+    vllm_config: "VllmConfig",
+    layer_names: list[str],
+    device: torch.device,
+    times: KernelTimes | None = None,
 ) -> CKVGatherPlanner | None:
-    """The builder's planner, or None where the gather is off or DCP is 1.
+    """The planner of a metadata builder, or None where the gather is off or DCP is 1.
+
+    Warms up the kernel that depends on the interleave, which is final by now.
+
+    Args:
+        config: as the interleave is now.
+        vllm_config: of the engine.
+        layer_names: the builder's layers, whose buffers were sized when they were
+            built.
+        device: of the plans' tensors.
+        times: see `CKVGatherPlanner`.
 
     Raises:
-        NotImplementedError, ValueError: see `CKVGatherConfig.from_vllm_config`.
+        RuntimeError: plans would not fit the buffers of a layer.
 
     """
-    config = CKVGatherConfig.from_vllm_config(vllm_config, cache_dtype)
-    return None if config is None else CKVGatherPlanner(config, device)
+    if config is None:
+        return None
+    layers = vllm_config.compilation_config.static_forward_context
+    for impl in (layers[name].impl for name in layer_names if name in layers):
+        if impl.ckv_gather.rows_per_rank < config.rows_per_rank:
+            raise RuntimeError(
+                f"The CKV gather plans up to {config.rows_per_rank} rows of a rank "
+                f"(interleave {config.interleave}), but its buffers hold "
+                f"{impl.ckv_gather.rows_per_rank} (interleave "
+                f"{impl.ckv_gather.interleave} when the model was built). Set "
+                f"--cp-kv-cache-interleave-size {config.interleave}."
+            )
+        if config.prefetch and impl.ckv_workspace.prefetch is None:
+            config = replace(config, prefetch=False)
+    warm_up_remap(
+        config.dcp_world_size,
+        config.interleave,
+        vllm_config.model_config.hf_text_config.index_topk,
+        device,
+    )
+    return CKVGatherPlanner(config, device, times)
 
 
 @contextmanager

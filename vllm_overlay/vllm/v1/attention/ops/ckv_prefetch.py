@@ -2,17 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dcp-stack project
 """Who may use which CKV buffer when: the state machine of the CKV prefetch.
 
-While layer L computes on the main stream, the *history* of layer L + 1 (rows written
-in earlier steps, never rows being written) is gathered on a side stream into the
-buffer that L does not read. When L + 1 runs, only the current chunk is missing: the
-side stream appends it while the main stream selects tokens and prepares queries. A
+While layer L computes on the main stream, the *history* of layer L + 1 (rows that no
+request of this step writes, see `ckv_prefetch_plan`) is gathered on a side stream into
+the buffer that L does not read. When L + 1 runs, only the late rows are missing: the
+side stream appends them while the main stream selects tokens and prepares queries. A
 layer that was not looked ahead at gathers everything there.
 
 One `CKVPrefetchState` orders one lane: two buffers and one side stream.
-Lanes share nothing. A lane is what vLLM's workspace manager keeps apart, so each ubatch
+Lanes share nothing. A lane is what vLLM's workspace manager keeps apart: each ubatch
 and, where the model runner gives the draft model a workspace lane, target and draft
-have their own. Where they share one, their layers still do not follow each other in any
-step (below).
+have their own. Where they share one, they still never look ahead at each other (below).
 
 States of a buffer:
 
@@ -21,8 +20,8 @@ States of a buffer:
     READY    its gather is enqueued; `written` tells when it is done. At most one.
     HELD     between `consume` and `release`: a layer reads it on the main stream.
 
-    consume   READY -> HELD        if it is this layer's: the caller appends the chunk
-              FREE -> HELD         otherwise: the caller gathers history and chunk.
+    consume   READY -> HELD        if it is this layer's: the caller appends late rows
+              FREE -> HELD         otherwise: the caller gathers everything.
                                    Either way on the side stream, which waits for main
                                    as of now and for `read` of both buffers
     filled    HELD                 `written` is recorded behind that
@@ -30,19 +29,22 @@ States of a buffer:
     finish    FILLING -> READY     `written` is recorded on the side stream
     complete  HELD                 main waits for `written`
     release   HELD -> FREE         `read` is recorded on the main stream
-    drop      READY -> FREE        main waits for `written`: wrong layer or new step
+    drop      READY -> FREE        main waits for `written`: wrong layer or end of step
     reset     any -> FREE          the host waits for both streams
 
 Only the side stream writes to buffers, in the order of these calls, and the main stream
 reads one only while it is HELD and complete. So `prepare` waits for nothing: `consume`
 of the layer before it, in the same step, has put the side stream behind the last reader
-of the buffer and behind the cache writes of earlier steps. Until `prepare`, the chunk
-travels through the buffer that is not HELD.
+of the buffer and behind the cache writes of earlier steps. Until `prepare`, the late
+rows travel through the buffer that is not HELD.
 
+A step is one forward pass of one model: `ckv_step`, around each, ends it. No gather
+outlives it, since the next step overwrites the block tables that a gather reads.
 A layer is looked ahead at only after it was seen to follow: in some step, it was
 consumed right after the layer with the same name and the index before it. So the first
-step only discovers; the last layer has no successor, be their number odd or even; and a
-draft layer, which runs with a step of its own, follows no target layer.
+step only discovers, and the last layer has no successor, be their number odd or even.
+The MTP block of a DeepSeek model is named like one (`model.layers.61`, behind 60) and
+runs with the target's metadata, but in a forward pass of its own: it follows nothing.
 
 Every decision depends on calls that all ranks make alike. Nothing here asks a stream
 or an event how far it is: that would differ between ranks.
@@ -51,6 +53,9 @@ No CUDA and no torch here: streams and events are injected (`Streams`).
 """
 
 import enum
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -139,9 +144,9 @@ class Ticket:
 class Lease:
     """Right to use a buffer, from `consume` to `release`.
 
-    prefetched: it has the layer's history, and the chunk is to be appended. Otherwise
+    prefetched: it has the layer's history, and late rows are to be appended. Otherwise
         its content is undefined: everything is to be gathered.
-    scratch: the other buffer, free for the chunk until the next `prepare`.
+    scratch: the other buffer, free for late rows until the next `prepare`.
     """
 
     buffer: int
@@ -185,9 +190,9 @@ class CKVPrefetchState:
             self._buffers[index] = _Buffer(read=buffer.read)
 
     def begin_step(self, step: int) -> None:
-        """Start `step`. Nothing of an earlier step is consumed after this.
+        """Start `step`, unless it runs already: every layer may call it.
 
-        Repeating the current step does nothing, so every layer may call it.
+        Should an earlier step not have ended, nothing of it is consumed after this.
 
         Args:
             step: identifies the step; steps never repeat.
@@ -207,10 +212,24 @@ class CKVPrefetchState:
         self._step = step
         self._last = None
 
+    def end_step(self) -> None:
+        """End the step, if one runs: main waits for a gather that nobody consumed.
+
+        Raises:
+            RuntimeError: closed, or inside a layer or a `prepare`.
+
+        """
+        self._require(
+            the_step_ends_inside_a_layer=BufferState.HELD,
+            the_step_ends_before_finish=BufferState.FILLING,
+        )
+        self._drop()
+        self._step = self._last = None
+
     def consume(self, layer: LayerKey | None) -> Lease:
         """Take the buffer that `layer` is to read, for the side stream to fill.
 
-        The layer has written its chunk to the cache by now, on the main stream.
+        The layer has written the step's rows to the cache by now, on the main stream.
 
         Args:
             layer: None for a layer without a key.
@@ -252,7 +271,7 @@ class CKVPrefetchState:
         return buffer
 
     def filled(self, lease: Lease, keep: Any = None) -> None:
-        """The chunk, or everything, is enqueued on the side stream.
+        """The late rows, or everything, are enqueued on the side stream.
 
         Args:
             keep: as for `finish`.
@@ -297,7 +316,9 @@ class CKVPrefetchState:
         if self._find(BufferState.HELD) is None:
             raise RuntimeError("CKV prefetch: a look ahead outside of any layer.")
         index = self._find(BufferState.FREE)
-        assert index is not None
+        assert index is not None, (
+            f"CKV prefetch: no buffer is free: {[b.state for b in self._buffers]}."
+        )
         self._buffers[index] = _Buffer(BufferState.FILLING, layer)
         return Ticket(layer, index)
 
@@ -339,8 +360,7 @@ class CKVPrefetchState:
         the memory they read and write may go.
         """
         buffers = self._buffers
-        filling = self._find(BufferState.FILLING) is not None
-        if filling or any(b.written is not None for b in buffers):
+        if any(b.state is not BufferState.FREE for b in buffers):
             self._streams.synchronize(self._streams.record(self._streams.side()))
         if any(b.state is BufferState.HELD or b.read is not None for b in buffers):
             self._streams.synchronize(self._streams.record(self._streams.main()))
@@ -352,6 +372,56 @@ class CKVPrefetchState:
         """`reset`, and refuse any further use. May be repeated."""
         self.reset()
         self._closed = True
+
+
+class Lane(Protocol):
+    """What `ckv_step` tells a prefetcher."""
+
+    def end_step(self) -> None:
+        """The forward pass has ended."""
+
+    def fail(self, error: BaseException) -> None:
+        """The forward pass raised `error`, perhaps in the middle of anything."""
+
+
+_lanes: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def register_lane(lane: Lane) -> None:
+    """`ckv_step` tells `lane`, for as long as it lives."""
+    _lanes.add(lane)
+
+
+@contextmanager
+def ckv_step() -> Iterator[None]:
+    """A forward pass: where it ends, the steps of all lanes do."""
+    try:
+        yield
+    except BaseException as error:
+        for lane in list(_lanes):
+            lane.fail(error)
+        raise
+    for lane in list(_lanes):
+        lane.end_step()
+
+
+_captures = 0
+
+
+@contextmanager
+def ckv_capture() -> Iterator[None]:
+    """CUDA graphs are captured inside: no batch gathers, of any kind of graph."""
+    global _captures
+    _captures += 1
+    try:
+        yield
+    finally:
+        _captures -= 1
+
+
+def in_ckv_capture() -> bool:
+    """Whether this is inside of `ckv_capture`."""
+    return _captures > 0
 
 
 def reset_ckv_prefetch(layer: Any) -> None:

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dcp-stack project
 """Map the indexer's global token ids to slots of the gathered compressed KV.
 
-The formula of a slot, and the layout that it needs, are in `ckv_plan`.
+The formula of a slot, and the layout that it needs, are in `ckv_layout`.
 """
 
 import torch
@@ -174,3 +174,17 @@ def map_global_topk_to_gathered_ckv(
             num_warps=_REMAP_WARPS,
         )
     return out, counts
+
+
+def warm_up_remap(
+    dcp_world_size: int, interleave: int, topk: int, device: torch.device
+) -> None:
+    """Compile the kernel: the first long prompt should not wait for it. Does nothing
+    off CUDA."""
+    if device.type != "cuda":
+        return
+    zeros = torch.zeros((dcp_world_size, 1), dtype=torch.int32, device=device)
+    ids = torch.zeros((1, topk), dtype=torch.int32, device=device)
+    map_global_topk_to_gathered_ckv(
+        ids, zeros[0], zeros[0], zeros, 0, dcp_world_size, interleave
+    )

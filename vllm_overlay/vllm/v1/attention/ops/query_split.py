@@ -48,10 +48,24 @@ def _why_unsplit(vllm_config: "VllmConfig") -> str | None:
         return "VLLM_BATCH_INVARIANT=1 needs slices that do not depend on the batch"
     if envs.VLLM_USE_NCCL_SYMM_MEM:
         return "VLLM_USE_NCCL_SYMM_MEM=1 needs equal sizes on all ranks"
-    mode = vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE
-    if mode.mixed_mode() == CUDAGraphMode.FULL:
-        return f"cudagraph_mode={mode.name} captures prefill rows, of fixed sizes"
     return None
+
+
+def captures_prefill_rows(vllm_config: "VllmConfig") -> bool:
+    """Whether CUDA graphs of this engine hold prefill rows, whose sizes are then fixed.
+
+    To ask for each batch: upstream resolves `cudagraph_mode` after it has made the
+    metadata builders. Says so in one log line.
+    """
+    mode = vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE
+    if mode.mixed_mode() != CUDAGraphMode.FULL:
+        return False
+    logger.warning_once(
+        "VLLM_DCP_QUERY_SPLIT=1: the sparse indexer does not split prefill rows: "
+        "cudagraph_mode=%s captures prefill rows, of fixed sizes.",
+        mode.name,
+    )
+    return True
 
 
 def query_split_size(vllm_config: "VllmConfig") -> int:

@@ -52,12 +52,16 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
     align_blocks_to_rows,
     flat_kv_row_view,
 )
-from vllm.v1.attention.ops.ckv_gather import gather_ckv, reserve_ckv_gather_workspace
+from vllm.v1.attention.ops.ckv_config import CKVGatherConfig
+from vllm.v1.attention.ops.ckv_gather import (
+    gather_ckv,
+    later_in_this_lane,
+    reserve_ckv_gather_workspace,
+)
 from vllm.v1.attention.ops.ckv_plan import (
-    CKVGatherConfig,
     CKVGatherPlan,
-    CKVGatherPlanner,
     capturing,
+    make_ckv_gather_planner,
 )
 from vllm.v1.attention.ops.ckv_remap import map_global_topk_to_gathered_ckv
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -195,8 +199,12 @@ class B12xMLASparseMetadataBuilder(
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
-        config = ckv_gather_config(vllm_config, vllm_config.cache_config.cache_dtype)
-        self.ckv_gather = None if config is None else CKVGatherPlanner(config, device)
+        self.ckv_gather = make_ckv_gather_planner(
+            ckv_gather_config(vllm_config, vllm_config.cache_config.cache_dtype),
+            vllm_config,
+            layer_names,
+            device,
+        )
 
     def build(
         self,
@@ -282,7 +290,7 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
             **mla_args,
         )
         buffer = self.topk_indices_buffer
-        assert buffer is not None
+        assert buffer is not None, "B12X_MLA_SPARSE needs a sparse indexer's buffer."
         topk = buffer.shape[-1]
         if topk not in TOPK_WIDTHS:
             raise NotImplementedError(
@@ -340,30 +348,19 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
                 ((max_tokens,), torch.int32),
             ]
             self.workspace_specs += ids_specs
-            self.ckv_workspace = reserve_ckv_gather_workspace(
+            self.reserve_ckv_gather = later_in_this_lane(
+                reserve_ckv_gather_workspace,
                 self.ckv_gather,
                 scratch_bytes=sum(
                     math.prod(shape) * dtype.itemsize
                     for shape, dtype in [query_spec, *ids_specs]
                 ),
             )
-            if geometry.device.type == "cuda":
-                # Compile the remap now: the first long prompt should not wait for it.
-                zeros = torch.zeros(
-                    (self.ckv_gather.dcp_world_size, 1),
-                    dtype=torch.int32,
-                    device=geometry.device,
-                )
-                map_global_topk_to_gathered_ckv(
-                    self.topk_indices_buffer[:1],
-                    zeros[0],
-                    zeros[0],
-                    zeros,
-                    0,
-                    self.ckv_gather.dcp_world_size,
-                    self.ckv_gather.interleave,
-                )
         current_workspace_manager().get_simultaneous(*self.workspace_specs)
+
+    def allocate_ckv_gather(self) -> None:
+        """Allocate the buffers, see `dcp_features`. Collective where it prefetches."""
+        self.ckv_workspace = self.reserve_ckv_gather()
 
     def do_kv_cache_update(
         self,
@@ -488,13 +485,15 @@ class B12xMLASparseImpl(SparseMLACommonImpl[B12xMLASparseMetadata]):
 
         """
         gather, plan = attn_metadata.ckv_gather, self.kernels.gathered
-        assert gather is not None and plan is not None
+        assert gather is not None and plan is not None, (
+            "A batch without a plan does not gather."
+        )
         gather_ckv(kv_c_and_k_pe_cache, gather, self.ckv_workspace, get_dcp_group())
         scratch, query, slots, counts = current_workspace_manager().get_simultaneous(
             *self.workspace_specs
         )
         rows, heads = q[0].shape[:2]
-        assert self.topk_indices_buffer is not None
+        assert self.topk_indices_buffer is not None, "The indexer's buffer is gone."
         slots, counts = map_global_topk_to_gathered_ckv(
             self.topk_indices_buffer[gather.rows],
             gather.req_ids,

@@ -316,7 +316,7 @@ class B12xSparseMLA:
         out, lse = result if isinstance(result, tuple) else (result, None)
         if not plan.return_lse:
             return out, None
-        assert lse is not None
+        assert lse is not None, "The decode plan was made without an LSE."
         return out, lse if plan.mode == "decode" else lse.mul_(math.log(2))
 
     # ------------------------------------------------------------------- warm-up

@@ -8,30 +8,37 @@ import torch
 
 from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_dcp_group
+from vllm.platforms import current_platform
+from vllm.v1.attention.ops.ckv_config import CKVGatherConfig
 from vllm.v1.attention.ops.ckv_gather import (
     await_ckv,
     gather_ckv,
+    later_in_this_lane,
     reserve_ckv_gather_workspace,
 )
-from vllm.v1.attention.ops.ckv_plan import CKVGatherConfig
+from vllm.v1.attention.ops.ckv_plan import CKVGatherPlanner, make_ckv_gather_planner
 from vllm.v1.attention.ops.ckv_remap import map_global_topk_to_gathered_ckv
+from vllm.v1.attention.ops.dcp_cost import FLASHMLA_SM90, fp8_is_faster
 from vllm.v1.worker.workspace import current_workspace_manager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Per padded head count: gathered rows per query row from which the fp8 kernel, which
-# reads the records as they are, beats upconverting all rows for the bf16 kernel. On an
-# H200 with 16 heads padded to 64, top-k 2048: fp8 costs 0.23 us more per query row
-# (8192 rows: 6.83 ms against 4.93 ms), the upconvert 0.63 ns per gathered row.
-# None: always bf16.
-FP8_GATHERED_ROWS_PER_QUERY: dict[int, int | None] = {64: 370, 128: None}
 
-
-def use_fp8_kernel(padded_heads: int, query_rows: int, gathered_rows: int) -> bool:
-    """Whether the fp8 kernel is the faster one for a gathered batch."""
-    ratio = FP8_GATHERED_ROWS_PER_QUERY.get(padded_heads)
-    return ratio is not None and gathered_rows > ratio * query_rows
+def make_flashmla_planner(
+    vllm_config: "VllmConfig", layer_names: list[str], device: torch.device
+) -> CKVGatherPlanner | None:
+    """See `make_ckv_gather_planner`. Kernels were timed on SM90 alone."""
+    sm90 = current_platform.is_device_capability_family(90)
+    return make_ckv_gather_planner(
+        CKVGatherConfig.from_vllm_config(
+            vllm_config, vllm_config.cache_config.cache_dtype
+        ),
+        vllm_config,
+        layer_names,
+        device,
+        times=FLASHMLA_SM90 if sm90 else None,
+    )
 
 
 class FlashMLACKVGatherMixin:
@@ -40,7 +47,7 @@ class FlashMLACKVGatherMixin:
     ckv_gather: CKVGatherConfig | None = None
 
     def init_ckv_gather(self: Any, vllm_config: "VllmConfig") -> None:
-        """Reserve what the gather needs, while the model is built.
+        """Reserve scratch for the gather, while the model is built.
 
         Widens the bf16 workspace (second of `workspace_specs`) to the gathered rows
         and adds the remapped ids and their counts behind it. Upstream reads the specs
@@ -55,7 +62,9 @@ class FlashMLACKVGatherMixin:
         )
         if self.ckv_gather is None:
             return
-        assert len(self.workspace_specs) == 2
+        assert len(self.workspace_specs) == 2, (
+            f"FlashMLA sparse has other scratch than at the pin: {self.workspace_specs}"
+        )
         (rows, width), dtype = self.workspace_specs[1]
         widened = max(rows, self.ckv_gather.gathered_rows)
         topk_buffer = self.topk_indices_buffer
@@ -70,23 +79,16 @@ class FlashMLACKVGatherMixin:
             ((max_tokens, topk), torch.int32),
             ((max_tokens,), torch.int32),
         ]
-        self.ckv_workspace = reserve_ckv_gather_workspace(
+        self.reserve_ckv_gather = later_in_this_lane(
+            reserve_ckv_gather_workspace,
             self.ckv_gather,
             scratch_bytes=(widened - rows) * width * dtype.itemsize
             + max_tokens * (topk + 1) * torch.int32.itemsize,
         )
-        if topk_buffer is not None and topk_buffer.is_cuda:
-            # Compile the remap now: the first long prompt should not wait for it.
-            zeros = topk_buffer.new_zeros((self.ckv_gather.dcp_world_size, 1))
-            map_global_topk_to_gathered_ckv(
-                topk_buffer[:1],
-                zeros[0],
-                zeros[0],
-                zeros,
-                0,
-                self.ckv_gather.dcp_world_size,
-                self.ckv_gather.interleave,
-            )
+
+    def allocate_ckv_gather(self: Any) -> None:
+        """Allocate the buffers, see `dcp_features`. Collective where it prefetches."""
+        self.ckv_workspace = self.reserve_ckv_gather()
 
     def forward_ckv_gather(
         self: Any,
@@ -139,7 +141,7 @@ class FlashMLACKVGatherMixin:
             ops.concat_mla_q(ql_nope, q_pe, q_padded)
         await_ckv(workspace)
 
-        if use_fp8_kernel(q_padded.shape[1], num_rows, plan.gathered_rows):
+        if fp8_is_faster(FLASHMLA_SM90, num_rows, num_heads, plan.gathered_rows):
             out, _ = self._fp8_flash_mla_kernel(
                 q=q_padded.unsqueeze(0),
                 # The whole buffer: a view that grows would change the launch.
