@@ -105,13 +105,13 @@ def fetch_packages(lines: list[str], ui: Ui) -> list[pathlib.Path]:
     folder = cache.root()
     files.check_writable(folder, cache.SET_ELSEWHERE)
     with files.locked(folder, ui.note):
-        kept = folder / "downloads" / "packages"
+        kept = cache.downloads() / "packages"
         kept.mkdir(parents=True, exist_ok=True)
         have = {sha256(p): p for p in kept.glob("*.whl")}
         missing = [line for line in lines if line.rsplit(":", 1)[1] not in have]
         if missing:
             ui.step(f"downloading {len(missing)} packages with pip")
-            with workspace.scratch(kept.parent, ".download-") as scratch:
+            with workspace.scratch(kept.parent, cache.DOWNLOADING) as scratch:
                 options = ["--only-binary", ":all:", "--python-version", ".".join(map(str, PYTHON)), "--implementation", "cp"]
                 options += [part for tag in _PIP_PLATFORMS for part in ("--platform", tag)] + [part for abi in (f"cp{PYTHON[0]}{PYTHON[1]}", "abi3", "none") for part in ("--abi", abi)]
                 for path in pip_download("the packages of the bundle", missing, scratch, options, ui):

@@ -18,6 +18,7 @@ from .git import Git
 from .pins import Base
 
 SUMS = "sums"
+DOWNLOADING = ".download-"  # prefix of the folders that pip fills
 BASE, VERSION = "refs/stack/base", "refs/stack/version"
 SET_ELSEWHERE = "set VLLM_STACK_CACHE to a folder that you can write"
 
@@ -33,6 +34,13 @@ def repository_of(base: Base, kind: str) -> pathlib.Path:
     """Where the import of `base` from an sdist or from git is kept."""
     # The sdist's hash is part of the name: another pin never meets an old import.
     return root() / "bases" / (f"{base.tag}-sdist-{base.sdist_sha256[:12] or 'unpinned'}.git" if kind == "sdist" else f"{base.tag}-git.git")
+
+
+def downloads() -> pathlib.Path:
+    """Where downloads are kept. What killed ones left there goes, also where nothing is to be downloaded."""
+    folder = root() / "downloads"
+    workspace.clear(folder, DOWNLOADING)
+    return folder
 
 
 def seal(git: Git) -> None:

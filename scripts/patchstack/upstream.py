@@ -100,7 +100,7 @@ def downloaded(base: Base) -> pathlib.Path | None:
 
 
 def _download_path(base: Base) -> pathlib.Path:
-    return cache.root() / "downloads" / f"vllm-{base.version}.tar.gz"
+    return cache.downloads() / f"vllm-{base.version}.tar.gz"
 
 
 def cached(base: Base, ui: Ui) -> Upstream | None:
@@ -175,7 +175,7 @@ def _from_index(base: Base, ui: Ui) -> Upstream:
 def _download(base: Base, kept: pathlib.Path, ui: Ui) -> None:
     """Fetch the pinned sdist with pip, which checks its hash."""
     ui.step(f"downloading the sdist of vLLM {base.version} with pip")
-    with workspace.scratch(kept.parent, ".download-") as folder, standing_in("setuptools", {"__init__.py": "", "build_meta.py": _METADATA_BACKEND}) as backend:
+    with workspace.scratch(kept.parent, cache.DOWNLOADING) as folder, standing_in("setuptools", {"__init__.py": "", "build_meta.py": _METADATA_BACKEND}) as backend:
         requirement = f"vllm=={base.version}" + (f" --hash=sha256:{base.sdist_sha256}" if base.pinned else "")
         # The stand-in backend is found first.
         downloaded = pip_download(f"vllm-{base.version}.tar.gz", [requirement], folder, ["--no-binary", "vllm", "--no-build-isolation"], ui, {"PYTHONPATH": str(backend)})

@@ -88,7 +88,7 @@ def official_wheel(base: Base, platform: str, given: pathlib.Path | None, ui: Ui
     if not folder.is_dir():
         files.check_writable(folder, cache.SET_ELSEWHERE)
     with files.locked(folder, ui.note):
-        downloads = folder / "downloads"
+        downloads = cache.downloads()
         for kept in downloads.glob(f"vllm-{base.version}-*-{platform}.whl"):
             if sha256(kept) == base.wheels[platform]:
                 return kept
@@ -96,7 +96,7 @@ def official_wheel(base: Base, platform: str, given: pathlib.Path | None, ui: Ui
             kept.unlink()
         files.check_writable(downloads, cache.SET_ELSEWHERE)
         ui.step(f"downloading the official wheel of vLLM {base.version} for {platform} with pip (several hundred MB)")
-        with workspace.scratch(downloads, ".download-") as scratch:
+        with workspace.scratch(downloads, cache.DOWNLOADING) as scratch:
             found = pip_download(f"vllm {base.version} for {platform}", [f"vllm=={base.version} --hash=sha256:{base.wheels[platform]}"], scratch,
                                  ["--only-binary", ":all:", "--platform", platform, "--python-version", "3.12", "--implementation", "cp", "--abi", "abi3"], ui)  # fmt: skip
             if len(found) != 1:
