@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from . import workspace
 from .disk import EXECUTABLE, FILE
 from .errors import Refused, StackError
-from .journal import BACK, PREPARING, RENAMING, Change, Desk, Journal
+from .journal import BACK, OLD, PREPARING, RENAMING, Change, Desk, Journal
 from .overlay import blob_id
 
 _ACCESS_LIST = "system.posix_acl_access"
-_OLD = "old"  # copies of what was there, in the desk, by their number
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def run(desk: Desk, root: pathlib.Path, command: str, edits: list[Edit], finish:
     """Make the edits below `root`, or none of them. Raises Refused with the file that is in the way; then nothing was changed."""
     with _Root(root) as tree:
         changes, data = [], {}
-        old = desk.folder / _OLD
+        old = desk.folder / OLD
         shutil.rmtree(old, ignore_errors=True)
         old.mkdir(0o700)
         for number, edit in enumerate(edits):
@@ -153,7 +152,11 @@ def take_back(desk: Desk, tree: "_Root", record: Journal, finish: Finish) -> Non
             continue
         for folder in tree.missing_folders([change.path]):
             tree.make_folder(folder)
-        tree.write_beside(replace(change, bits=_bits(change.bits, change.before.split(" ")[0])), (desk.folder / _OLD / str(number)).read_bytes())
+        mode, oid = change.before.split(" ")
+        data = (desk.folder / OLD / str(number)).read_bytes()
+        if blob_id(data) != oid:
+            raise Refused(f"{desk.folder / OLD / str(number)}, the copy of {tree.name(change.path)}, was changed: it is no longer {oid[:10]}", f"put {tree.name(change.path)} back from git, then run the same command again")
+        tree.write_beside(replace(change, bits=_bits(change.bits, mode)), data)
         tree.rename_beside(change, over=True)
     for folder in sorted(record.made, key=len, reverse=True):
         tree.remove_folder(folder)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from . import foreign
+from . import foreign, workspace
 from .change import Finish
 from .errors import Refused
 from .git import Git
@@ -26,6 +26,8 @@ TAG_KEY, BEFORE_KEY = "patchstack.tag", "patchstack.before"
 # What git writes in a git directory here: each has a lock file beside it while it does.
 _WRITTEN = ("index", "HEAD", "config", "packed-refs", BRANCH_REF, BASE_REF, APPLIED_REF)
 _LOGS = ("logs/HEAD", f"logs/{BRANCH_REF}")
+_MADE = ("refs/patchstack", "logs", "logs/refs", "logs/refs/heads", "logs/refs/patchstack")  # folders that git makes where they are missing
+_FOLDERS = ("refs", "refs/heads", "objects", "objects/pack", "objects/info")
 _STALE_AFTER = 2.0  # seconds: git holds none of these longer, but for the index, whose lock of ours is known by its content
 _OUR_LOCK = b"held by vllm-dcp-stack\n"
 
@@ -65,12 +67,12 @@ def settings_of(git: Git, place: foreign.Place) -> dict[str, str]:
 
 
 def owners_of(place: foreign.Place) -> dict[str, tuple[int, int]]:
-    """Owner and group of what is there of the files that git replaces."""
+    """Owner and group of what is there of the files that git replaces, and of the folders that it makes."""
     found = {}
-    for name in (*_WRITTEN, *_LOGS):
+    for name in (*_MADE, *_WRITTEN, *_LOGS):
         path = _path(place, name)
-        if path.exists():
-            found[name] = (path.stat().st_uid, path.stat().st_gid)
+        if os.path.lexists(path):
+            found[name] = (path.lstat().st_uid, path.lstat().st_gid)
     return found
 
 
@@ -80,6 +82,13 @@ def _path(place: foreign.Place, name: str) -> pathlib.Path:
 
 def _lock_of(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f"{path.name}.lock")
+
+
+def refuse_links(place: foreign.Place) -> None:
+    """Refuse a repository of which parts are elsewhere: what is written there would land in the other place, whosever that is."""
+    for path in (place.top / ".git", *(_path(place, name) for name in (*_FOLDERS, *_MADE, *_WRITTEN, *_LOGS))):
+        if path.is_symlink():
+            raise Refused(f"{path} is a link to {os.readlink(path)}: what is written in a tree must stay in it", "apply to a new --dest, with --source pointing here if you like")
 
 
 def refuse_locked(place: foreign.Place) -> None:
@@ -95,7 +104,7 @@ def refuse_locked(place: foreign.Place) -> None:
 def refuse_checked_out(place: foreign.Place) -> None:
     """Refuse to move a branch that another worktree of the repository stands on."""
     for head in sorted((place.common_dir / "worktrees").glob("*/HEAD")):
-        if head.read_bytes().strip() == f"ref: {BRANCH_REF}".encode():
+        if head.is_file() and head.read_bytes().strip() == f"ref: {BRANCH_REF}".encode():
             where = (head.parent / "gitdir").read_text(encoding="utf-8", errors="surrogateescape").strip().removesuffix("/.git")
             raise Refused(f"the branch {BRANCH} of {place.top} is checked out in another worktree: {where}", f"git -C {where} checkout --detach   and run the same command again; nothing was changed")
 
@@ -114,7 +123,7 @@ def _index_locked(place: foreign.Place, folder: pathlib.Path):
     lock, token = place.git_dir / "index.lock", folder / "index.token"
     if _is_ours(lock):
         lock.unlink()
-    token.write_bytes(_OUR_LOCK)
+    workspace.write_through(token, _OUR_LOCK)
     try:
         try:
             os.link(token, lock)
@@ -177,7 +186,8 @@ class Mover(Finish):
             return
         index, new = self._place.git_dir / "index", self._folder / "index"
         with _index_locked(self._place, self._folder):
-            new.unlink(missing_ok=True)
+            for left in (new, _lock_of(new)):  # of a killed git
+                left.unlink(missing_ok=True)
             if index.exists():
                 shutil.copy2(index, new)
             git = self._git.with_index(new)
@@ -241,13 +251,13 @@ class Mover(Finish):
         """Under sudo, git's new files belong to root: give each to the owner of the one it replaced, or of its folder."""
         if os.geteuid() != 0:
             return
-        folders = ("refs/patchstack", "logs/refs", "logs/refs/heads", "logs/refs/patchstack")
-        for name in (*folders, *_WRITTEN, *_LOGS):
+        for name in (*_MADE, *_WRITTEN, *_LOGS):
             path = _path(self._place, name)
-            if path.exists():
-                owner = self._move.owners.get(name) or (path.parent.stat().st_uid, path.parent.stat().st_gid)
-                if (path.stat().st_uid, path.stat().st_gid) != owner and (name not in folders or path.stat().st_uid == 0):
-                    os.chown(path, *owner)
+            if os.path.lexists(path):
+                there, folder = path.lstat(), path.parent.lstat()
+                owner = self._move.owners.get(name) or (folder.st_uid, folder.st_gid)
+                if (there.st_uid, there.st_gid) != owner:
+                    os.chown(path, *owner, follow_symlinks=False)
 
     def _clear_locks(self) -> None:
         """Remove the lock files that a killed git of ours left. One of a git that works is gone, or another one, a moment later."""

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 
 from . import change, foreign, gitstate, journal, workspace
@@ -34,7 +33,8 @@ def place_of(target: pathlib.Path) -> Place:
 
 
 def refuse_linked(place: Place) -> None:
-    """A linked worktree shares its branches and records with others."""
+    """A linked worktree shares its branches and records with others; so does a repository of links."""
+    gitstate.refuse_links(place)
     if place.linked:
         raise Refused(f"{place.top} is a linked worktree or a submodule of another repository", "apply to a new --dest, with --source pointing here if you like")
 
@@ -58,6 +58,7 @@ def scratch_prefix(target: pathlib.Path) -> str:
 @contextlib.contextmanager
 def held(place: Place, git: Git, ui: Ui) -> Iterator[Desk]:
     """Hold the tree against other runs; first finish or take back what a killed one left, and say so."""
+    refuse_linked(place)
     with journal.desk(place.git_dir, DESK, ui.note) as desk:
         if desk.found is not None:
             ui.note(f"{place.top}: {change.recover(desk, place.top, Mover.recorded(git, place, desk.folder, desk.found.git, ui.note))}")
@@ -172,8 +173,10 @@ def take_objects(source: pathlib.Path, place: Place, desk: Desk) -> None:
             if not target.parent.exists():
                 target.parent.mkdir()
                 workspace.give_to_owner_of(place.objects, target.parent)
+            elif target.parent.is_symlink():
+                raise Refused(f"{target.parent} is a link", "apply to a new --dest, with --source pointing here if you like; nothing was changed")
             for new in (desk.folder / "object", target.with_name(f"tmp_obj_{os.urandom(6).hex()}")):  # git removes old ones of that name
-                shutil.copyfile(file, new)
+                workspace.write_through(new, file.read_bytes())
                 os.chmod(new, 0o444 & ~workspace.umask())
                 workspace.give_to_owner_of(place.objects, new)
                 try:

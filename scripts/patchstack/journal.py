@@ -4,21 +4,30 @@
 A run that changes a tree keeps one folder there (`patchstack` in its git directory), its desk. A file in it is locked while the
 run, or a program that it started, lives. `journal.json` in it appears in one step before anything is changed, and disappears when
 all is done: a desk whose lock is free and that has a journal was left by a killed run. A damaged journal counts as absent.
+
+The tree may be a stranger's, who can put anything there: no link is followed, nothing is removed but what runs leave, and only
+a journal of the same user is carried out.
 """
 import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
 from . import workspace
 from .errors import Refused
+from .patchfile import unsafe_path
 
 SCHEMA = 1
 PREPARING, RENAMING, BACK = "preparing", "renaming", "taking back"
+COMMANDS = ("apply", "unapply", "export")
+OLD = "old"  # copies of what was there, by their number
 _FILE = "journal.json"
+_OTHERS = (f"{_FILE}.new", "index", "index.lock", "index.token", "object")  # what runs leave beside these two
+_TEMPORARY = re.compile(r"\.[^/]{0,40}\.patchstack-[0-9a-f]{12}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -56,13 +65,17 @@ class Journal:
 
 
 def parse(data: bytes) -> Journal | None:
-    """None for a damaged journal."""
+    """None for a damaged journal, and for one that no run writes: it could name files outside the tree."""
     try:
         fields = json.loads(data)
         if fields.pop("schema") != SCHEMA or fields["phase"] not in (PREPARING, RENAMING, BACK):
             return None
         changes = tuple(Change(**{**c, "owner": (int(c["owner"][0]), int(c["owner"][1]))}) for c in fields.pop("changes"))
-        return Journal(**{**fields, "changes": changes, "made": tuple(fields["made"]), "emptied": tuple(fields["emptied"])})
+        found = Journal(**{**fields, "changes": changes, "made": tuple(fields["made"]), "emptied": tuple(fields["emptied"])})
+        paths = (*(c.path for c in changes), *found.made, *found.emptied)
+        if found.command not in COMMANDS or any(map(unsafe_path, paths)) or not all(_TEMPORARY.fullmatch(c.temporary) for c in changes):
+            return None
+        return found
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
@@ -128,24 +141,46 @@ def desk(home: pathlib.Path, name: str, waiting: Callable[[str], None]) -> Itera
     workspace.held_fds.add(fd)
     try:
         found = _read(folder)
-        if found is None and (folder / _FILE).exists():
+        if found is not None:
+            _refuse_others(folder, found)
+        elif os.path.lexists(folder / _FILE):
             _set_aside(folder, waiting)
+        _clear(folder, keep=found is not None)
         yield Desk(folder, found)
     finally:
-        if not (folder / _FILE).exists():
-            for entry in folder.iterdir():  # the lock last: whoever waits for it looks whether it is still there
-                if entry.name != workspace.LOCK:
-                    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-            (folder / workspace.LOCK).unlink()
-            with contextlib.suppress(OSError):  # the next run may have its lock there already
+        if not os.path.lexists(folder / _FILE):
+            _clear(folder, keep=False)
+            (folder / workspace.LOCK).unlink()  # last: whoever waits for it looks whether it is still there
+            with contextlib.suppress(OSError):  # the next run may have its lock there already, or somebody put other things there
                 folder.rmdir()
         workspace.held_fds.discard(fd)
         os.close(fd)
 
 
+def _clear(folder: pathlib.Path, *, keep: bool) -> None:
+    """Remove what runs leave at a desk, and nothing else. `keep`: not the copies of what was there."""
+    for entry in (folder / name for name in (*_OTHERS, *(() if keep else (OLD,)))):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif os.path.lexists(entry):
+            entry.unlink()
+
+
+def _refuse_others(folder: pathlib.Path, found: Journal) -> None:
+    """Refuse to carry out the journal of another user: it says what becomes whose file, and root could do whatever it says."""
+    new = folder / f"{_FILE}.new"
+    workspace.write_through(new, b"")  # whose our files are here: not always ours, on a network file system
+    maker, mine = (folder / _FILE).lstat().st_uid, new.lstat().st_uid
+    new.unlink()
+    if maker != mine:
+        raise Refused(f"`{found.command}` was interrupted in {folder.parent}, and user {maker} had run it: nobody else finishes it or takes it back", "run the same command as that user; then it can be run by others again")
+
+
 def _take(folder: pathlib.Path, waiting: Callable[[str], None]) -> int | None:
     """Lock the desk, made if it is not there, waiting for its run; None if it went meanwhile."""
     lock = folder / workspace.LOCK
+    if folder.is_symlink():
+        raise Refused(f"{folder} is a link: runs keep their notes in a folder there", "remove it, then run the same command again; nothing was changed")
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
@@ -181,6 +216,7 @@ def tidy(home: pathlib.Path, name: str, waiting: Callable[[str], None]) -> None:
 def _set_aside(folder: pathlib.Path, waiting: Callable[[str], None]) -> None:
     """Keep what lies beside a damaged journal: it may be the only copy of a file."""
     aside = workspace.new_folder(folder.parent, f"{folder.name}.damaged-")
+    workspace.give_to_owner_of(folder.parent, aside)
     for entry in sorted(folder.iterdir()):
         if entry.name != workspace.LOCK:
             os.rename(entry, aside / entry.name)

@@ -84,8 +84,8 @@ def clear(parent: pathlib.Path, prefix: str) -> None:
 
 
 def write_through(path: pathlib.Path, data: bytes) -> None:
-    """Write a file of our own, down to the disk."""
-    with path.open("wb") as f:
+    """Write a file of our own, down to the disk; not through a link that somebody put there."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb") as f:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())

@@ -12,6 +12,7 @@ from . import foreign, workspace
 from .disk import SUBMODULE, Disk, tree_id
 from .errors import Refused, fatal_first
 from .git import Git
+from .patchfile import unsafe_path
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _converted(git: Git, disk: Disk, files: dict[str, str], differ: set[str]) ->
     """Those of `differ` that are what HEAD has, but for line ends or encoding that HEAD's own .gitattributes ask for."""
     candidates = [path for path in sorted(differ) if path in files]
     attributes = _records(git.run("ls-files", "--stage", "-z", "--", ".gitattributes", "*/.gitattributes"), 1) if candidates else []
-    attributes = [(path, oid) for _, oid, path in attributes]
+    attributes = [(path, oid) for _, oid, path in attributes if not unsafe_path(path)]  # an index may have any path in it
     if not attributes:
         return set()
     same = set()
