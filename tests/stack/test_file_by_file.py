@@ -448,43 +448,25 @@ def test_a_long_name(project):
     assert snapshot(clone) == UPSTREAM
 
 
-@pytest.mark.parametrize("what", ["bundle", "rebase"])
-def test_folders_of_ours_that_are_replaced_as_a_whole_are_not_if_something_is_mounted_in_them(project, what):
-    out, volume = project.root / ("out" if what == "bundle" else "build/rebase-v1.3.0"), project.room / "volume"
-    write_files(volume, {"precious": b"1\n"})
-    if what == "bundle":
-        write_files(out, {"run.py": b"x\n", "part-1.bin": b"x\n", "part-2.bin": b"x\n"})
-        (out / "data").mkdir()
-        assert "holds other things" in bundle_into(project, out).stderr
-        (out / "data").rmdir()
-        script = 'mount --bind "$1/precious" "$2/part-2.bin"; '
-    else:
-        write_files(out, {"data/x": b"1\n", ".git/state.json": b"{"})
-        script = 'mount --bind "$1" "$2/data"; '
-    code = f"""
+def test_a_bundle_in_which_something_is_mounted_is_not_replaced(project):
+    """A bundle is replaced as a whole: nothing else may be in it."""
+    out, file = project.room / "out", project.room / "precious"
+    write_files(out, {"run.py": b"x\n", "part-1.bin": b"x\n", "part-2.bin": b"x\n"})
+    file.write_bytes(b"1\n")
+    code = """
 import pathlib, sys
-sys.path.insert(0, {str(project.root / 'scripts')!r})
-from patchstack import files
-from patchstack.errors import Refused
-try:
-    files.refuse_mounts(pathlib.Path({str(out)!r}))
-except Refused as e:
-    print(e.message)
-"""
-    done = in_namespace(project, script + f'"{sys.executable}" -c "$3"', volume, out, code)
-    assert "something is mounted in" in done.stdout, done
-    assert (volume / "precious").read_bytes() == b"1\n"
-
-
-def bundle_into(project, out: pathlib.Path) -> subprocess.CompletedProcess:
-    code = f"""
-import pathlib, sys
-sys.path.insert(0, {str(project.root / 'scripts')!r})
+sys.path.insert(0, sys.argv[1])
 from patchstack import bundle
 from patchstack.errors import Refused
 try:
-    bundle.write(None, "layer", [], pathlib.Path({str(out)!r}), 1, None)
+    bundle.write(None, "layer", [], pathlib.Path(sys.argv[2]), 1, None)
 except Refused as e:
-    sys.exit(e.message)
+    print(e.message)
 """
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    (out / "data").mkdir()
+    command = [sys.executable, "-c", code, str(project.root / "scripts"), str(out)]
+    assert "holds other things" in subprocess.run(command, capture_output=True, text=True).stdout
+    (out / "data").rmdir()
+    done = in_namespace(project, f'mount --bind "$1" "$2/part-2.bin"; shift 2; "{sys.executable}" -c "$@"', file, out, *command[2:])
+    assert "something is mounted in" in done.stdout, done
+    assert file.read_bytes() == b"1\n" and sorted(p.name for p in out.iterdir()) == ["part-1.bin", "part-2.bin", "run.py"]

@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from .project import EDITS, FILES, OVERLAY_PATH, REPOSITORY, TAG, TOPICS, Project, commit, copy_of, git, snapshot, upstream_files
+from .project import EDITS, FILES, OVERLAY_PATH, REPOSITORY, TAG, TOPICS, Project, commit, copy_of, git, snapshot, upstream_files, write_files
 from .releases import CLASH, MOVED, NEAR, NEW, NEWER, STATE, TAKEN, add_patch, digest, killer, make_default, merged, rebase, release, resolve, work_tree
+from .test_file_by_file import in_namespace
 
 # What a human makes of CLASH: both functions.
 ANSWER = {STATE: CLASH[STATE].replace(b"def get_group():\n", b'def group_size():\n    """How many ranks the group has."""\n    return len(_GROUP[0])\n\n\ndef get_group():\n')}
@@ -246,6 +247,19 @@ def test_abort_leaves_nothing(project):
     assert "forgotten" in rebase(project, "--abort").out
     assert digest(project.root) == before and nothing_left(project)
     assert "alpha conflicts" in rebase(project, "--to", NEW, code=4).err
+
+
+def test_a_mount_in_its_tree_is_not_removed_with_it(project):
+    """Neither by an abort, nor by the next rebase, which replaces the tree of a finished one."""
+    release(project, CLASH)
+    rebase(project, "--to", NEW, code=4)
+    tree, volume = work_tree(project), project.room / "volume"
+    write_files(volume, {"precious": b"1\n"})
+    (tree / "data").mkdir()
+    script = 'mount --bind "$1" "$2/data"; apply rebase --abort || echo "code $?"; rm "$2/.git/state.json"; apply rebase --to "$3" || echo "code $?"; ls "$2/data"'
+    done = in_namespace(project, script, volume, tree, NEW)
+    assert done.stdout.count("code 3") == 2 and done.stderr.count("something is mounted in") == 2 and "precious" in done.stdout, done
+    assert snapshot(volume) == {"precious": b"1\n"}
 
 
 def test_abort_works_when_the_old_base_is_gone(project):
