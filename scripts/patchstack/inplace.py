@@ -66,12 +66,15 @@ def held(place: Place, git: Git, ui: Ui) -> Iterator[Desk]:
 
 
 def refuse_dirty(target: pathlib.Path, seen: Seen, coming: set[str] = frozenset()) -> None:
-    """Refuse local changes, and untracked files that stand where a new file of the stack goes."""
+    """Refuse local changes, files that are not checked out, and untracked files that stand where a new file of the stack goes."""
     disk = Disk(target)
     in_the_way = set()
     for path in coming - seen.files.keys():
         parents = [str(p) for p in pathlib.PurePosixPath(path).parents][-2::-1]
         in_the_way |= {p for p in parents if disk.exists(p) and not (target / p).is_dir() and p not in seen.files} | ({path} if disk.exists(path) else set())
+    if seen.sparse:
+        raise Refused(f"{target} is a sparse checkout without files that the stack changes: {', '.join(seen.sparse[:4])}{', ...' if len(seen.sparse) > 4 else ''}",
+                      f"check them out (`git -C {target} sparse-checkout add FOLDER`, or `disable`), then run the same command again; nothing was changed")  # fmt: skip
     if seen.dirty or in_the_way:
         shown = "".join(f"\n- {p}" for p in seen.dirty[:8]) + (f"\n- and {len(seen.dirty) - 8} more" if len(seen.dirty) > 8 else "")
         shown += "".join(f"\n- {p} (untracked, where the stack puts a file)" for p in sorted(in_the_way))

@@ -18,13 +18,15 @@ from .patchfile import unsafe_path
 @dataclass(frozen=True)
 class Seen:
     """`files`: path -> mode and blob at HEAD, of every path or of those that were asked for. `dirty`: tracked paths that differ from HEAD on the
-    disk or in the index. `unread`: how many paths of HEAD are not checked out (sparse); None if not every file was read."""
+    disk or in the index. `unread`: how many paths of HEAD are not checked out (sparse); None if not every file was read. `sparse`: those of the
+    paths that were asked for which are not checked out."""
 
     head: str
     tree: str
     files: dict[str, str]
     dirty: tuple[str, ...]
     unread: int | None
+    sparse: tuple[str, ...] = ()
 
 
 def look(top: pathlib.Path, git: Git) -> Seen | None:
@@ -57,10 +59,11 @@ def glance(top: pathlib.Path, git: Git, paths: Collection[str]) -> Seen | None:
     files = git.blobs(head, sorted({*paths, *touched}))
     found = Disk(top).blobs({*files, *touched})
     differ = {path for path, blob in found.items() if blob != files.get(path)}
-    index, absent = _index(git, touched) if touched else ({}, set())
+    missing = {path for path in files if found[path] is None}
+    index, absent = _index(git, touched | missing) if touched or missing else ({}, set())
     staged = {path for path in touched if files.get(path) != index.get(path)}
     dirty = _really(top, git, files, found, {path for path in differ if not (found[path] is None and path in absent)} & {*files, *index}, staged)
-    return Seen(head, tree, files, dirty, None)
+    return Seen(head, tree, files, dirty, None, tuple(sorted(missing & absent)))
 
 
 def _really(top: pathlib.Path, git: Git, files: dict[str, str], found: dict[str, str | None], differ: set[str], staged: set[str]) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def lay(project, tree: pathlib.Path, name: str) -> pathlib.Path:
         shutil.copy(trap, room / "hooks" / hook)
     for key, value in settings.items():
         git(tree, "config", key, value.format(trap=trap, room=room))
-    for folder, files in ((tree / ".git", inside), (tree, beside)):
+    for folder, files in ((tree / ".git" if (tree / ".git").exists() else tree, inside), (tree, beside)):
         for path, text in files.items():
             (folder / path).parent.mkdir(exist_ok=True, parents=True)
             if text == "{trap}":
@@ -55,7 +55,8 @@ def lay(project, tree: pathlib.Path, name: str) -> pathlib.Path:
             else:
                 (folder / path).write_text(text.format(trap=trap, room=room))
     for path in ("README.md", "vllm/envs.py", "setup.py"):  # git has to look at these again
-        os.utime(tree / path, (1, 1))
+        if (tree / path).exists():
+            os.utime(tree / path, (1, 1))
     return mark
 
 
@@ -98,6 +99,20 @@ def test_nor_of_a_repository_that_drift_and_carve_look_at(project, name):
     (project.room / "carved.git/info").mkdir(exist_ok=True)
     (project.room / "carved.git/info/attributes").write_text("* diff=evil filter=evil\n")
     project.run("drift", "--ref", TAG, "--history", project.room / "carved.git")
+    assert not mark.exists(), mark.read_text()
+
+
+@pytest.mark.parametrize("name", ["clean filter", "hooks", "core.hooksPath", "signatures", "diff", "promisor remote", "transports", "pager, editor, alias", "trailers", "hooks of upload-pack and gc", "an included file"])
+def test_nor_of_a_cache_that_others_can_write(project, name):
+    """Its packs are compared with their sums; nothing says what its configuration should be."""
+    (cached,) = (project.cache / "bases").glob(f"{TAG}-sdist-*.git")
+    mark = lay(project, cached, name)
+    project.apply("--verify")
+    project.run("verify", "--each", project.tree)
+    project.run("lint")
+    project.run("drift", "--ref", TAG)
+    (cached / "refs/stack/version").write_text("1234567890" * 4 + "\n")  # a missing object would be asked from the remote
+    project.apply(dest=project.room / "second")
     assert not mark.exists(), mark.read_text()
 
 
@@ -245,6 +260,38 @@ def test_unusual_sources_work(project, state):
     assert git(project.tree, "fsck", "--strict", "--no-dangling") == ""
 
 
+@pytest.mark.parametrize("how", ["--split-index", "--index-version=4", "--untracked-cache", "--fsmonitor", "sparse", "intent to add", "resolved conflicts"])
+def test_unusual_indexes_work_in_place(project, how):
+    clone = project.clone()
+    status = ""
+    if how == "sparse":
+        git(clone, "sparse-checkout", "set", "--cone", "--sparse-index", "vllm", "docs")
+        assert git(clone, "ls-files", "--sparse").count("/\n") > 0
+    elif how == "intent to add":
+        (clone / "own.py").write_text("1\n")
+        git(clone, "add", "--intent-to-add", "own.py")
+        assert "own.py" in project.apply(dest=clone, code=3).err  # staged, in a way
+        git(clone, "rm", "--cached", "--quiet", "own.py")
+        status = "?? own.py"
+    elif how == "resolved conflicts":
+        git(clone, "checkout", "--quiet", "-b", "other")
+        commit(clone, {"vllm/envs.py": b"1\n"}, "x\n")
+        git(clone, "checkout", "--quiet", "mine")
+        commit(clone, {"vllm/envs.py": b"2\n"}, "y\n")
+        git(clone, "merge", "other", check=False)
+        git(clone, "add", "vllm/envs.py")
+        git(clone, "reset", "--quiet", "--hard", TAG)
+    else:
+        git(clone, "-c", "core.fsmonitor=false", "update-index", *(["--index-version", "4"] if "version" in how else [how]))
+    before = snapshot(clone)
+    assert git(clone, "status", "--porcelain") == status
+    for command, state in ((("apply", "--dest", clone), "applied"), (("unapply", clone), "unapplied")):
+        project.run(*command)
+        assert project.run("status", clone, "--json").json["state"] == state
+        assert git(clone, "status", "--porcelain") == status and git(clone, "fsck", "--no-dangling") == ""
+    assert snapshot(clone) == before
+
+
 @pytest.mark.parametrize("state", ["dangling .git file", "no objects", "an object is missing", "an object is damaged", "neither tag nor commit"])
 def test_broken_sources_are_named(project, state):
     shutil.rmtree(project.cache)
@@ -324,6 +371,18 @@ def test_a_sparse_checkout_is_not_called_exact(applied):
     assert applied.run("verify", applied.tree, "--json").json["level"] == "touched"
     applied.run("unapply", applied.tree)
     assert applied.run("status", applied.tree, "--json").json["level"] == "touched"
+
+
+def test_a_sparse_checkout_without_files_of_the_stack_is_refused_by_name(project):
+    clone = project.clone()
+    git(clone, "sparse-checkout", "set", "docs")
+    before = snapshot(clone)
+    done = project.apply(dest=clone, code=3)
+    assert "sparse checkout" in done.err and "vllm/envs.py" in done.err and "sparse-checkout add" in done.err
+    assert snapshot(clone) == before
+    git(clone, "sparse-checkout", "add", "vllm")
+    project.apply(dest=clone)
+    assert project.run("status", clone, "--json").json["state"] == "applied" and git(clone, "status", "--porcelain") == ""
 
 
 def test_line_ends_that_upstream_s_own_attributes_ask_for_are_no_edit(project):
