@@ -36,9 +36,11 @@ _BLOCK = 24 << 20
 _PRESET = 6
 _PIP_PLATFORMS = (*(f"manylinux_2_{n}_x86_64" for n in (34, 31, 28, 27, 26, 24, 17, 12, 5)), "manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64")
 
-# Not needed by sparse MLA, and large: flash-attention, the Rust front end, kernels of other models and of Blackwell.
-LEFT_OUT = ("vllm/vllm_flash_attn/_vllm_fa", "vllm/vllm-rs", "vllm/_moe_C", "vllm/_flashkda_C", "vllm/_deepselect_C", "vllm/_qutlass_C",
+# Large, and not needed on Hopper by what the stack is for: flash-attention 2, the Rust front end, kernels of other models and of Blackwell.
+LEFT_OUT = ("vllm/vllm_flash_attn/_vllm_fa2_C", "vllm/vllm-rs", "vllm/_flashkda_C", "vllm/_deepselect_C", "vllm/_qutlass_C",
             "vllm/third_party/fmha_sm100/", "vllm/entrypoints/serve/instrumentator/static/")  # fmt: skip
+# Flash-attention 3, which short prompts take by upstream's default, and experts. A layer alone does without.
+_ENGINE_ONLY = ("vllm/vllm_flash_attn/_vllm_fa3_C", "vllm/_moe_C")
 _STUBBED = ("vllm/vllm_flash_attn/__init__.py", "vllm/vllm_flash_attn/flash_attn_interface.py")
 _STUB_PACKAGE = b'''\
 # SPDX-License-Identifier: Apache-2.0
@@ -155,19 +157,24 @@ def _archive(path: pathlib.Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def vllm_files(patched: Patched) -> Iterator[tuple[str, File]]:
-    """(segment, file) of the patched vLLM, without what LEFT_OUT names."""
+def left_out(kind: str) -> tuple[str, ...]:
+    """How the paths of the wheel begin that do not travel."""
+    return LEFT_OUT if kind == "engine" else (*LEFT_OUT, *_ENGINE_ONLY)
+
+
+def vllm_files(patched: Patched, kind: str) -> Iterator[tuple[str, File]]:
+    """(segment, file) of the patched vLLM, without what `left_out` names. In a layer bundle a stub stands for flash-attention."""
     with wheelfile.opened(patched.official) as archive:
         members = archive.infolist()
     info = f"vllm-{patched.base.version}.dist-info"
     kinds = wheel.kinds_of_change(patched, [m.filename for m in members])
     for member in members:
         path = member.filename
-        if member.is_dir() or path.startswith(LEFT_OUT) or path == f"{info}/RECORD" or kinds.get(path) == "removed":
+        if member.is_dir() or path.startswith(left_out(kind)) or path == f"{info}/RECORD" or kinds.get(path) == "removed":
             continue
         mode = (member.external_attr >> 16) & 0o777 or 0o644
-        segment = "native" if path == _NATIVE else "kernels" if _KERNELS.fullmatch(path) and path not in kinds else "vllm"
-        if path in _STUBBED:
+        segment = "native" if path == _NATIVE else "engine-kernels" if path.startswith(_ENGINE_ONLY) else "kernels" if _KERNELS.fullmatch(path) and path not in kinds else "vllm"
+        if path in _STUBBED and kind == "layer":
             data = pathlib.Path(flash_attn_stub.__file__).read_bytes() if path.endswith("interface.py") else _STUB_PACKAGE
             yield segment, File(f"site/{path}", mode, lambda data=data: data)
         elif path in kinds:
@@ -194,11 +201,11 @@ def project_files(root: pathlib.Path) -> Iterator[File]:
 def segments(patched: Patched, kind: str, root: pathlib.Path, ui: Ui) -> dict[str, list[File]]:
     """What goes into the bundle, most stable first; downloads what is missing."""
     layer, engine = requirements(patched.base, kind)
-    found: dict[str, list[File]] = {name: [] for name in ("native", "kernels", "cutlass", "packages", "engine-packages", "vllm", "project")}
+    found: dict[str, list[File]] = {name: [] for name in ("native", "kernels", "engine-kernels", "cutlass", "packages", "engine-packages", "vllm", "project")}
     for line, path in zip(layer + engine, fetch_packages(layer + engine, ui), strict=True):
         name = "cutlass" if path.name.startswith("nvidia_cutlass") else "packages" if line in layer else "engine-packages"
         found[name] += package_files(path)
-    for name, file in vllm_files(patched):
+    for name, file in vllm_files(patched, kind):
         found[name].append(file)
     found["project"] += project_files(root)
     return {name: sorted(listed, key=lambda f: f.path) for name, listed in found.items() if listed}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bundle has in place of vllm/vllm_flash_attn/__init__.py and flash_attn_interface.py, whose extensions alone are 480 MB.
+"""What a layer bundle has in place of vllm/vllm_flash_attn/__init__.py and flash_attn_interface.py, whose extensions alone are 480 MB.
 
 No version is supported, and whatever else is asked for is a function that raises: enough while every prefill of sparse MLA
 goes through MQA (`attention_config={"sparse_mla_force_mqa": True, ...}`). The sub-packages beside it are the real ones.

@@ -32,10 +32,10 @@ def make_engine(world: int, job: dict[str, Any]):
 
     # A fixed cache size, and a small share: ranks that start together on one card cannot measure free memory.
     arguments = {"max_model_len": 16384, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False, "distributed_executor_backend": "external_launcher",
-                 "disable_log_stats": True} | job.get("engine", {})
-    llm = LLM(model=job["model"], skip_tokenizer_init=True, seed=0, enforce_eager=True, kv_cache_dtype="fp8_ds_mla", tensor_parallel_size=world,
-               decode_context_parallel_size=job.get("dcp", 1), cp_kv_cache_interleave_size=job.get("interleave", 1), disable_custom_all_reduce=True,
-               gpu_memory_utilization=0.1, attention_config={"sparse_mla_force_mqa": True, "backend": "FLASHMLA_SPARSE"}, **arguments)  # fmt: skip
+                 "disable_log_stats": True, "enforce_eager": True, "kv_cache_dtype": "fp8_ds_mla", "tensor_parallel_size": world,
+                 "attention_config": {"sparse_mla_force_mqa": True, "backend": "FLASHMLA_SPARSE"}} | job.get("engine", {})  # fmt: skip
+    llm = LLM(model=job["model"], skip_tokenizer_init=True, seed=0, decode_context_parallel_size=job.get("dcp", 1), cp_kv_cache_interleave_size=job.get("interleave", 1),
+              disable_custom_all_reduce=True, gpu_memory_utilization=0.1, **arguments)  # fmt: skip
     if ranks.over_nccl(world) and arguments["distributed_executor_backend"] == "external_launcher":
         ranks.require_pynccl()
     return llm
@@ -90,8 +90,14 @@ def generate(rank: int, world: int, job: dict[str, Any]) -> list[list[list[tuple
 
 
 def generate_margin(rank: int, world: int, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tuple[int, float]]]]]:
-    """The same for a checkpoint of margin_deepseek.py, with the answers at every position: see `answer_margin`."""
-    return answer_margin(make_engine(world, job), job)
+    """The same for a checkpoint of margin_deepseek.py, with the answers at every position: see `answer_margin`.
+
+    With data parallelism all replicas but the first answer one prompt of a round, and then run dummy batches beside the others.
+    """
+    llm = make_engine(world, job)
+    if llm.llm_engine.vllm_config.parallel_config.data_parallel_rank:
+        job = job | {"rounds": [batch[:1] for batch in job["rounds"]]}
+    return answer_margin(llm, job)
 
 
 def generate_broken(rank: int, world: int, job: dict[str, Any]) -> list[list[tuple[int, dict[int, tuple[int, float]]]]]:
@@ -112,6 +118,59 @@ def generate_both(rank: int, world: int, job: dict[str, Any]) -> tuple[list, lis
     if not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache keeps blocks of the old weights: a request is still running")
     return answers, answer_margin(llm, job["margin"])
+
+
+def sleep_and_wake(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Answers before, after sleep level 1 and after level 2, with new weights then; and what the process held on the GPU meanwhile."""
+    import torch
+
+    llm = make_engine(world, job | {"engine": {"enable_sleep_mode": True} | job.get("engine", {})})
+    found, used = [answer_margin(llm, job)], []
+
+    def held() -> int:
+        """Bytes that vLLM's allocator has mapped, and those of torch's own."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return CuMemAllocator.get_instance().get_current_usage() + torch.cuda.memory_reserved()
+
+    for level in (1, 2):
+        used.append(held())
+        llm.sleep(level=level)
+        used.append(held())
+        if level == 1:
+            llm.wake_up()
+        else:
+            llm.wake_up(tags=["weights"])
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": job["model"]})
+            llm.wake_up(tags=["kv_cache"])
+        found.append(answer_margin(llm, job))
+    impl = next(layer.impl for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values() if hasattr(layer, "impl"))
+    workspace = getattr(impl, "ckv_workspace", None)
+    return {"found": found, "held": used, "prefetch": workspace is not None and workspace.prefetch is not None}
+
+
+def start(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Start an engine and answer; return its warnings and what exists in it. For a start that upstream refuses, the error."""
+    import logging
+
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        llm = make_engine(world, job)
+    except (NotImplementedError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}", "warnings": warnings}
+    from vllm.distributed import dcp_groups
+
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return {
+        "error": None,
+        "warnings": warnings,
+        "backends": sorted({layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}),
+        "groups": [dcp_groups._QUERY_SPLIT is not None, dcp_groups._CKV_PREFETCH is not None],
+        "found": answer_margin(llm, job),
+    }
 
 
 def soak(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from tests.processes import collect
 from . import engine_ranks, margin_deepseek, ranks, tiny_deepseek
 from .margin_deepseek import Spec
 from .margin_prompts import Prompt, check_answers, judge, make_prompt
+from .side_by_side import SideBySide
 
 pytestmark = [pytest.mark.base("v0.33.0"), pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -96,21 +97,6 @@ def _run(models: Models, world: tuple[int, int, int, str], kind: str):
         return failure
 
 
-class SideBySide:
-    """Worlds that the selected tests need, each run once, four at a time: most of a world's time is its start."""
-
-    def __init__(self):
-        self.pool, self.worlds = concurrent.futures.ThreadPoolExecutor(4), {}
-
-    def start(self, key, run, *args):
-        if key not in self.worlds:
-            self.worlds[key] = self.pool.submit(run, *args)
-
-    def result(self, key, run, *args):
-        self.start(key, run, *args)
-        return self.worlds[key].result()
-
-
 @pytest.fixture(scope="session")
 def worlds(request, models, mtp_model):
     """Starts what the session's tests will ask for."""
@@ -125,7 +111,7 @@ def worlds(request, models, mtp_model):
         elif item.originalname in ("test_twins", "test_broken_on_purpose_is_seen"):
             side_by_side.start(world, _run_twins, models.margin, mtp_model, world)
     yield side_by_side
-    side_by_side.pool.shutdown(cancel_futures=True)
+    side_by_side.close()
 
 
 def both(worlds: SideBySide, models: Models, world: tuple[int, int, int, str], kind: str = "plain"):

@@ -66,12 +66,24 @@ def test_it_unpacks_to_the_patched_tree_without_what_is_left_out(ready):
     wanted = {k: v for k, v in fake.patched_files().items() if k.startswith("vllm/")}
     assert {k: v for k, v in found.items() if k in wanted} == wanted
     assert found["vllm/_C_stable_libtorch.abi3.so*"] == wheels.COMPILED["vllm/_C_stable_libtorch.abi3.so"]
-    assert not any("_vllm_fa2_C" in k or "vllm-rs" in k or k == "vllm/old.py" for k in found)
+    assert not any("_vllm_fa" in k or "_moe_C" in k or "vllm-rs" in k or k == "vllm/old.py" for k in found)
     assert found["alib/__init__.py"] == b"A = 1\n" and found["blib.py"] == b"B = 2\n" and "elib.py" not in found
     metadata = found[f"vllm-{version}.dist-info/METADATA"].decode()
     assert f"Version: {version}\n" in metadata and "invalid" not in metadata and f"vllm-{version}.dist-info/dcp_stack.json" in found
     assert found["alib-1.0.dist-info/METADATA"] == b"Metadata-Version: 2.4\nName: alib\nVersion: 1.0\nRequires-Dist: torch\n"
     assert fake.snapshot(ready.room / "into" / "project") == {"tests/test_x.py": b"def test_x():\n    import vllm\n", "tests/data/x.json": b"{}\n", "bench/b.py": b"print('bench')\n", "pyproject.toml": b"[project]\n"}
+
+
+def test_an_engine_has_flash_attention_3_and_experts(ready):
+    """And the real module of flash-attention, not the stub."""
+    segments = {s["name"] for s in build(ready, "--engine").json["segments"]}
+    assert {"engine-kernels", "engine-packages"} <= segments
+    enter(ready, "true")
+    found = fake.snapshot(ready.room / "into" / "site")
+    for name in ("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so"):
+        assert found[f"{name}*"] == wheels.COMPILED[name]
+    assert not any("_vllm_fa2_C" in k or "vllm-rs" in k for k in found)
+    assert found["vllm/vllm_flash_attn/flash_attn_interface.py"] == wheels.GENERATED["vllm/vllm_flash_attn/flash_attn_interface.py"]
 
 
 def test_the_command_runs_with_the_bundle_s_packages(ready):

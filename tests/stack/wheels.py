@@ -36,6 +36,8 @@ COMPILED = {
     "vllm/_flashmla_C.abi3.so": noise(20_000, 2),
     "vllm/vllm-rs": noise(30_000, 3),
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": noise(40_000, 4),
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": noise(10_000, 5),
+    "vllm/_moe_C_stable_libtorch.abi3.so": noise(10_000, 6),
     "vllm/third_party/deep_gemm/include/a, b.hpp": b"// a name with a comma\n",
 }
 GENERATED = {"vllm/_version.py": VERSION_FILE, "vllm/vllm_flash_attn/__init__.py": b"raise ImportError('no extension')\n", "vllm/vllm_flash_attn/flash_attn_interface.py": b"X = 1\n"}

@@ -13,7 +13,8 @@ Make a bundle for a GPU host without network: parts of at most 60 MiB and one sc
 
 The host needs Linux x86-64, Python 3.12, PyTorch 2.11 with CUDA 13, Triton, transformers and pytest. The bundle brings the patched
 vLLM with the compiled extensions that sparse MLA uses, the packages that vLLM imports, and this project's tests/ and bench/.
---layer is for kernels and layers, --engine for the whole engine. Flash-attention is left out (480 MB): a stub stands for it.
+--layer is for kernels and layers, with a stub for flash-attention; --engine for the whole engine and its server, with flash-attention 3
+and the kernels of experts. Flash-attention 2, the Rust front end and kernels of other models are left out.
 """
 
 
@@ -39,7 +40,7 @@ def run(args, ui) -> int:
     found = bundle.segments(patched, args.kind, ROOT, ui)
     out = (args.out or ROOT / "dist" / f"bundle-{args.kind}").expanduser().absolute()
     payload = {"base": base.tag, "kind": args.kind, "version": patched.version, "patchset": patched.lock.patchset, "out": str(out), "dry_run": args.dry_run,
-               "left_out": list(bundle.LEFT_OUT), "files": {name: len(listed) for name, listed in found.items()}}  # fmt: skip
+               "left_out": list(bundle.left_out(args.kind)), "files": {name: len(listed) for name, listed in found.items()}}  # fmt: skip
     if args.dry_run:
         ui.say(table([[name, str(len(listed))] for name, listed in found.items()], ["segment", "files"]))
     else:
