@@ -5,8 +5,8 @@
     python bench/bench_apply.py [--ref v0.33.0] [--repeat 7]
 
 Both sides are whole processes that start from a repository holding the pinned tree and end with a patched work tree in a new
-directory. Runs are interleaved, so that a busy moment hits both. Also timed: `status` and `verify` of the result. Prints one
-table and writes bench/out/bench_apply.json; exit code 1 if a target is missed.
+directory. Runs are interleaved, so that a busy moment hits both. Also timed: `status` and `verify` of the result, then `unapply`
+and `apply` in place. Prints one table and writes bench/out/bench_apply.json; exit code 1 if a target is missed.
 """
 import argparse
 import json
@@ -23,7 +23,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench" / "out" / "bench_apply.json"
 APPLY = [sys.executable, str(ROOT / "apply.py")]
-TARGETS = {"apply / git": 1.5, "status": 1.0, "verify": 10.0}
+TARGETS = {"apply / git": 1.5, "status": 1.0, "verify": 10.0, "apply in place": 0.5}
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from patchstack.overlay import overlay_files  # noqa: E402
@@ -56,7 +56,7 @@ def measure(ref: str, repeat: int, room: pathlib.Path) -> dict[str, list[float]]
         (laid / path).write_bytes(data)
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {
         "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_COMMITTER_NAME": "bench", "GIT_COMMITTER_EMAIL": "bench@localhost", "GIT_AUTHOR_NAME": "bench", "GIT_AUTHOR_EMAIL": "bench@localhost"}  # fmt: skip
-    found: dict[str, list[float]] = {"git": [], "apply": [], "status": [], "verify": []}
+    found: dict[str, list[float]] = {"git": [], "apply": [], "status": [], "verify": [], "unapply": [], "apply in place": []}
     for number in range(repeat + 1):  # the first round warms the disk and is left out
         ours, theirs = room / f"apply-{number}", room / f"git-{number}"
         for side in (("git", "apply") if number % 2 else ("apply", "git")):
@@ -71,6 +71,8 @@ def measure(ref: str, repeat: int, room: pathlib.Path) -> dict[str, list[float]]
                 found["apply"].append(timed([*APPLY, "apply", "--ref", base.tag, "--dest", str(ours)], cwd=room))
         found["status"].append(timed([*APPLY, "status", str(ours)], cwd=room))
         found["verify"].append(timed([*APPLY, "verify", str(ours)], cwd=room))
+        found["unapply"].append(timed([*APPLY, "unapply", str(ours)], cwd=room))
+        found["apply in place"].append(timed([*APPLY, "apply", "--ref", base.tag, "--dest", str(ours)], cwd=room))
         if _tree(ours) != _tree(theirs):
             sys.exit("error: the two sides made different trees: nothing can be compared")
         shutil.rmtree(ours)
@@ -92,7 +94,7 @@ def main() -> int:
         seconds = measure(args.ref, max(1, args.repeat), pathlib.Path(room))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratios = [a / g for a, g in zip(seconds["apply"], seconds["git"], strict=True)]
-    values = {"apply / git": medians["apply"] / medians["git"], "status": medians["status"], "verify": medians["verify"]}
+    values = {"apply / git": medians["apply"] / medians["git"]} | {name: medians[name] for name in TARGETS if name in medians}
     missed = [name for name, value in values.items() if value > TARGETS[name]]
     rows = [[name, f"{medians[name]:.2f} s", f"{min(s):.2f} s", f"{max(s):.2f} s", f"at most {TARGETS[name]:g} s" if name in TARGETS else ""] for name, s in seconds.items()]
     rows.append(["apply / git", f"{values['apply / git']:.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}", f"at most {TARGETS['apply / git']:g}"])

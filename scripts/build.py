@@ -1,13 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Build vLLM from the patched source and install it into the Python that runs this.
-
-Needs: Linux; a CUDA toolkit with its headers (CUDA_HOME, or nvcc on PATH) of the version that the release's torch was built
-for; a C++17 compiler; for v0.33.0 a Rust toolchain (cargo); about 100 GB of disk and 4 GB of memory for each job. It takes
-an hour or more on a large machine. MAX_JOBS, NVCC_THREADS and TORCH_CUDA_ARCH_LIST are vLLM's own and pass through.
-
-The patched tree carries no release tag, so setuptools-scm is told the version: `<release>+dcp.<first 8 hex of the stack>`.
-"""
+"""Build vLLM from the patched source and install it."""
 import argparse
 import os
 import pathlib
@@ -15,6 +8,15 @@ import shutil
 import subprocess
 import sys
 
+HELP = """\
+Build vLLM from the patched source and install it into the Python that runs this.
+
+Needs: Linux; a CUDA toolkit with its headers (CUDA_HOME, or nvcc on PATH) of the version that the release's torch was built
+for; a C++17 compiler; for v0.33.0 a Rust toolchain (cargo); about 100 GB of disk and 4 GB of memory for each job. It takes
+an hour or more on a large machine. MAX_JOBS, NVCC_THREADS and TORCH_CUDA_ARCH_LIST are vLLM's own and pass through.
+
+The patched tree carries no release tag, so setuptools-scm is told the version: `<release>+dcp.<first 8 hex of the stack>`.
+"""
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -47,7 +49,7 @@ def check_machine(base: Base, tree: pathlib.Path) -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ref", default=None, help="a pinned release (default: the default base)")
     parser.add_argument("--dest", default=None, type=pathlib.Path, help="the patched tree (default: build/vllm-TAG; made if it is missing)")
     parser.add_argument("--dry-run", action="store_true", help="check the machine and show the command, build nothing")

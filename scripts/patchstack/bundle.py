@@ -19,13 +19,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from . import files, flash_attn_stub, wheel, wheelfile
+from . import cache, files, flash_attn_stub, wheel, wheelfile, workspace
 from .downloads import pip_download, sha256
 from .errors import Refused, Usage
 from .lock import write_atomic
 from .pins import Base
 from .report import Ui
-from .upstream import cache_root
 from .wheel import Patched
 
 SCHEMA = 1
@@ -105,19 +104,19 @@ def requirements(base: Base, kind: str) -> tuple[list[str], list[str]]:
 
 def fetch_packages(lines: list[str], ui: Ui) -> list[pathlib.Path]:
     """The wheels of the requirement lines, in their order, from the cache or through pip; their hashes are checked."""
-    cache = cache_root()
-    files.check_writable(cache)
-    with files.locked(cache, ui.note):
-        kept = cache / "downloads" / "packages"
+    folder = cache.root()
+    files.check_writable(folder, cache.SET_ELSEWHERE)
+    with files.locked(folder, ui.note):
+        kept = cache.downloads() / "packages"
         kept.mkdir(parents=True, exist_ok=True)
         have = {sha256(p): p for p in kept.glob("*.whl")}
         missing = [line for line in lines if line.rsplit(":", 1)[1] not in have]
         if missing:
             ui.step(f"downloading {len(missing)} packages with pip")
-            with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".download-") as folder:
+            with workspace.scratch(kept.parent, cache.DOWNLOADING) as scratch:
                 options = ["--only-binary", ":all:", "--python-version", ".".join(map(str, PYTHON)), "--implementation", "cp"]
                 options += [part for tag in _PIP_PLATFORMS for part in ("--platform", tag)] + [part for abi in (f"cp{PYTHON[0]}{PYTHON[1]}", "abi3", "none") for part in ("--abi", abi)]
-                for path in pip_download("the packages of the bundle", missing, pathlib.Path(folder), options, ui):
+                for path in pip_download("the packages of the bundle", missing, scratch, options, ui):
                     found = sha256(path)
                     have[found] = path.replace(kept / path.name)
         return [have[line.rsplit(":", 1)[1]] for line in lines]
@@ -227,7 +226,7 @@ def _tar(listed: list[File], out: io.BufferedRandom) -> int:
 
 def pack(name: str, listed: list[File], ui: Ui) -> Packed:
     """Compress one segment, or find it in the cache."""
-    kept = cache_root() / "bundle"
+    kept = cache.root() / "bundle"
     kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=kept) as raw:
         unpacked = _tar(listed, raw)
@@ -235,7 +234,8 @@ def pack(name: str, listed: list[File], ui: Ui) -> Packed:
         raw.seek(0)
         key = hashlib.sha256(f"xz {_PRESET} {_BLOCK}\n".encode() + hashlib.file_digest(raw, "sha256").digest()).hexdigest()
         target = kept / f"{name}-{key[:32]}.tar.xz"
-        if not target.exists():
+        known = target.with_suffix(".sha256")  # of what was compressed then: what lies in a cache may have changed since
+        if not (target.exists() and known.exists() and sha256(target) == known.read_text()):
             count = -(-total // _BLOCK)
 
             def compress(number: int) -> bytes:
@@ -252,15 +252,17 @@ def pack(name: str, listed: list[File], ui: Ui) -> Packed:
                     raise
             ui.progress(f"compressing {name}, blocks", count, count)
             write_atomic(target, b"".join(blocks))
+            write_atomic(known, sha256(target).encode())
     return Packed(name, target, sha256(target), target.stat().st_size, unpacked)
 
 
 def write(patched: Patched, kind: str, packed: list[Packed], out: pathlib.Path, limit: int, ui: Ui) -> dict:
     """Write parts of at most `limit` bytes and the entry script into `out`, in one step; return the manifest."""
     if out.exists() and any(out.iterdir()) and not is_bundle(out):
-        raise Refused(f"{out} exists and is no bundle", "choose another --out; nothing was written")
+        raise Refused(f"{out} exists and is no bundle, or holds other things too", "choose another --out; nothing was written")
+    files.refuse_mounts(out)
     files.check_writable(out.parent)
-    with files.locked(out.parent, ui.note), files.scratch_beside(out) as scratch:
+    with files.locked(out.parent, ui.note), workspace.scratch(out.parent, f".{out.name}.patchstack-") as scratch:
         new = scratch / "bundle"
         new.mkdir()
         parts: list[dict] = []
@@ -283,7 +285,8 @@ def write(patched: Patched, kind: str, packed: list[Packed], out: pathlib.Path, 
                     "segments": listed, "parts": parts}  # fmt: skip
         entry = pathlib.Path(__file__).with_name("bundle_entry.py").read_text(encoding="utf-8")
         line = "MANIFEST = {}  # filled in by `apply.py bundle`"
-        assert entry.count(line) == 1
+        if entry.count(line) != 1:
+            raise RuntimeError(f"bundle_entry.py has the line {line!r} {entry.count(line)} times")
         (new / ENTRY).write_text(entry.replace(line, f"MANIFEST = json.loads(r'''{json.dumps(manifest, indent=1)}''')"), encoding="utf-8")
         (new / ENTRY).chmod(0o755)
         if out.exists():
@@ -294,7 +297,9 @@ def write(patched: Patched, kind: str, packed: list[Packed], out: pathlib.Path, 
 
 
 def is_bundle(folder: pathlib.Path) -> bool:
-    return (folder / ENTRY).is_file() and (folder / "part-1.bin").is_file()
+    """Whether `folder` holds a bundle and nothing else: it is replaced as a whole."""
+    names = {path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink()}
+    return {ENTRY, "part-1.bin"} <= names and all(path.name in names and re.fullmatch(rf"{re.escape(ENTRY)}|part-\d+\.bin", path.name) for path in folder.iterdir())
 
 
 class _Joined(io.RawIOBase):

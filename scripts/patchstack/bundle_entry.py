@@ -181,7 +181,7 @@ def with_suspend(nccl, into):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if not target.exists() and compiler:
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = target.with_name(f"{os.getpid()}.so")
+        scratch = target.with_name(f"{os.urandom(8).hex()}.so")
         line = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-x", "none", "-o", str(scratch), "-Wl,--no-as-needed", str(nccl), f"-Wl,-rpath,{nccl.parent}"]
         done = subprocess.run(line, input=SUSPEND, capture_output=True, text=True)
         if done.returncode:

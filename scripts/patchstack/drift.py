@@ -9,11 +9,10 @@ import difflib
 import glob
 import pathlib
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from . import semantic, stack
+from . import semantic, stack, workspace
 from .export import render
 from .git import Git
 from .patchfile import PatchFile
@@ -74,20 +73,17 @@ class Drift:
 
 def analyse(files: stack.StackFiles, old: Upstream, new: Upstream, ref: str, version: str, history: "Callable[[Region], str | None] | None", ui: Ui) -> Drift:
     """Try the stack of `files` (on `old`) on the tree of `new`. `history` names the upstream commit that moved a region."""
-    with Git.scratch(old.git_dir, log=ui.git) as git:
-        git.alternates = (*git.alternates, new.git_dir / "objects")
+    with Git.scratch(old.git_dir, new.git_dir, log=ui.git) as git:
         built = stack.build(git, old.commit, files.patches, files.overlay)
         # Rendered again, so that every index line names a blob that 3-way can find.
         patches = [render(git, commit, p.path) for p, (_, commit, _) in zip(files.patches, built.steps, strict=True)]
         new_tree = git.text("rev-parse", f"{new.commit}^{{tree}}")
         collisions = sorted(git.blobs(new_tree, sorted(files.overlay)))
         overlay = {p: d for p, d in files.overlay.items() if p not in collisions}
-        with tempfile.TemporaryDirectory() as folder:
-            index = git.with_index(pathlib.Path(folder, "index"))
-            index.run("read-tree", new.commit)
-            commit, tree = new.commit, new_tree
-            if overlay:
-                commit, tree = stack.commit_overlay(index, commit, tree, overlay)
+        with workspace.temporary() as folder:
+            tree = stack.build(git, new.commit, (), overlay).tree
+            index = git.with_index(folder / "index")
+            index.run("read-tree", tree)
             reports = []
             for number, patch in enumerate(patches):
                 ui.progress(f"trying the stack on {ref}", number, len(patches))
@@ -195,11 +191,11 @@ def _regions(index: Git, unmerged: str, history) -> list[Region]:
             stages.setdefault(path, {})[stage] = oid
     regions = []
     for path, blobs in stages.items():
-        with tempfile.TemporaryDirectory() as folder:
+        with workspace.temporary() as folder:
             names = []
             # `apply --3way`: stage 2 is the new release, stage 3 the patched old one.
             for label, stage in (("ours", "3"), ("base", "1"), ("theirs", "2")):
-                file = pathlib.Path(folder, label)
+                file = folder / label
                 file.write_bytes(index.run("cat-file", "blob", blobs[stage]) if stage in blobs else b"")
                 names.append(str(file))
             merged = index.try_run("merge-file", "-p", "--diff3", f"--marker-size={_MARKER}", "-L", "ours", "-L", "base", "-L", "theirs", *names).stdout.decode("utf-8", "replace").splitlines()

@@ -50,12 +50,21 @@ def cannot_write(stderr: str) -> bool:
     return bool(re.search(r"No space left on device|Disk quota exceeded|Read-only file system|Permission denied|(unable|failed) to write|(could not|cannot|couldn't) write|write error", stderr))
 
 
+def fatal_first(said: str) -> list[str]:
+    """The lines to show of what git said: why it stopped, whatever it said after that, then the last others."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    why = [line for line in lines if line.startswith("fatal:")]
+    return why + [line for line in lines[-3:] if line not in why]
+
+
 class GitError(StackError):
     """A git command failed in a way that the caller did not expect."""
 
     def __init__(self, argv: list[str], returncode: int, stderr: str) -> None:
         shown = " ".join(argv)
-        super().__init__(f"`{shown}` failed with exit code {returncode}:\n{stderr.strip() or '(no message)'}")
+        lines = [line for line in stderr.splitlines() if line.strip()]
+        said = "\n".join(sorted(lines, key=lambda line: not line.startswith("fatal:")))
+        super().__init__(f"`{shown}` failed with exit code {returncode}:\n{said or '(no message)'}")
         self.argv = argv
         self.returncode = returncode
         self.stderr = stderr
@@ -64,4 +73,4 @@ class GitError(StackError):
             self.next_step = "wait until the other git command has ended, or remove that lock file from the tree if there is none; nothing was changed"
         elif cannot_write(stderr):
             self.exit_code = Refused.exit_code
-            self.next_step = "make room (is there space on the disk?) or choose another --dest or cache folder, then run the same command again; nothing was changed"
+            self.next_step = "make room (is there space on the disk?) or choose another --dest, cache folder or TMPDIR, then run the same command again; nothing was changed"

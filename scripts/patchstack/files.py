@@ -1,119 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File-system steps that either happen whole or not at all: linked copies, directory exchange, locks."""
+"""File-system steps that either happen whole or not at all: directory exchange, locks."""
 import contextlib
-import ctypes
 import errno
-import fcntl
-import glob
 import os
 import pathlib
-import shutil
-import tempfile
+import re
 from collections.abc import Callable, Iterator
 
 from .errors import Refused
+from .workspace import try_lock
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-def link_or_copy(source: str, target: str) -> None:
-    """Hard link `source` as `target`, or copy it where links are not possible. Git replaces files, it never writes into them."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as e:
-        if e.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
-            raise
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
-def linked_tree(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copy a working tree with its .git: work files and git objects linked, everything else in .git copied."""
-    git = str(source / ".git")
-    objects = git + "/objects"
-
-    def copy(src: str, dst: str) -> None:
-        if src.startswith(git + "/") and not src.startswith(objects + "/"):
-            shutil.copy2(src, dst, follow_symlinks=False)  # refs, index, logs: git may write into some of them
-        else:
-            link_or_copy(src, dst)
-
-    shutil.copytree(source, target, symlinks=True, copy_function=copy)
-
-
-def link_objects(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Give the repository `target` (a git directory) the objects of `source`, and its shallow boundary. `target` may have others already."""
-
-    def link(src: str, dst: str) -> None:
-        if not os.path.exists(dst):  # a file of objects/ is named by what is in it
-            link_or_copy(src, dst)
-
-    info = str(source / "objects")  # objects/info describes one repository's packs, not those of two
-    shutil.copytree(source / "objects", target / "objects", copy_function=link, dirs_exist_ok=True, ignore=lambda folder, names: {"info"} if folder == info else set())
-    if (source / "shallow").exists():
-        shutil.copy2(source / "shallow", target / "shallow")
-
-
 def exchange(a: pathlib.Path, b: pathlib.Path) -> None:
     """Swap two directories in one step (Linux renameat2). Raises Refused where that is not possible."""
+    import ctypes  # takes longer to load than most commands that do not come here have to spare
+
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
-        raise Refused("this system cannot swap two directories in one step (no renameat2)", "apply to a new --dest instead")
+        raise Refused("this system cannot swap two directories in one step (no renameat2)", "choose another place, or remove the old one first")
     if libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
         code = ctypes.get_errno()
         if code in (errno.EBUSY, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):
-            raise Refused(f"{b} cannot be swapped in one step ({os.strerror(code)}): is it a mount point?", "use a --dest one level below")
+            raise Refused(f"{b} cannot be swapped in one step ({os.strerror(code)}): is it a mount point?", "choose another place, or remove it first")
         raise OSError(code, os.strerror(code), str(b))
 
 
-def check_writable(folder: pathlib.Path) -> None:
+def refuse_mounts(folder: pathlib.Path) -> None:
+    """Refuse to move or remove a folder of ours in which something is mounted: that would go with it."""
+    try:
+        lines = pathlib.Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:  # another system than Linux
+        return
+    here = os.path.realpath(os.fsencode(folder))
+    points = (re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), line.split(b" ")[4]) for line in lines)
+    if inside := [os.fsdecode(point) for point in points if point == here or point.startswith(here + b"/")]:
+        raise Refused(f"something is mounted in {folder}: {', '.join(inside)}", "unmount it, or choose another place; nothing was changed")
+
+
+def is_fresh(target: pathlib.Path) -> bool:
+    """Whether `target` is absent or an empty directory."""
+    return not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir()))
+
+
+def check_writable(folder: pathlib.Path, advice: str = "choose another --dest, or mend its permissions") -> None:
     """Raise Refused unless a file can be made in `folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        if os.access(folder, os.W_OK | os.X_OK):
+            return
+        probe = folder / f".patchstack-{os.urandom(6).hex()}"
+        probe.touch()  # fails, and says why
+        probe.unlink()
     except OSError as e:
-        raise Refused(f"cannot write in {folder}: {e.strerror}", "choose another --dest, or mend its permissions; nothing was changed") from None
+        raise Refused(f"cannot write in {folder}: {e.strerror}", f"{advice}; nothing was changed") from None
 
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path, waiting: Callable[[str], None]) -> Iterator[None]:
-    """Hold an advisory lock on a directory, so that two runs do not work on the same place. Leaves no file behind."""
+    """Hold an advisory lock on a directory, so that two runs on this machine do not do the same work. Leaves no file behind."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(fd):
             waiting(f"another run works in {folder}; waiting for it")
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            try_lock(fd, wait=True)
         yield
     finally:
         os.close(fd)
-
-
-def _scratch_prefix(target: pathlib.Path) -> str:
-    return f".{target.name}.patchstack-"
-
-
-def _scratches(target: pathlib.Path) -> list[pathlib.Path]:
-    return list(target.parent.glob(f"{glob.escape(_scratch_prefix(target))}*"))
-
-
-def clear_scratch(target: pathlib.Path, waiting: Callable[[str], None]) -> None:
-    """Remove what a killed run left beside `target`, for a run that has nothing else to do there."""
-    if _scratches(target):
-        with locked(target.parent, waiting):
-            for stale in _scratches(target):
-                shutil.rmtree(stale, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def scratch_beside(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A new directory on the file system of `target`, removed at the end; also removes what a killed run left. Hold the lock of the parent."""
-    for stale in _scratches(target):
-        shutil.rmtree(stale, ignore_errors=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix=_scratch_prefix(target), dir=target.parent))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -4,18 +4,18 @@
 Two kinds of command:
 
 * *content* commands (apply, commit, format-patch, checkout) run sealed: no user or system configuration, a fixed identity
-  and locale, hooks and filters off. `-c` overrides what a repository's own configuration could change.
+  and locale, hooks and transports off, replacement objects and commit graphs not believed. `-c` overrides what the
+  configuration of one of our own repositories could change; a repository of somebody else is opened through foreign.py.
 * *network* commands (fetch) run as the user would: their proxy, certificates, credentials and `url.insteadOf` apply.
 """
 import contextlib
 import os
 import pathlib
 import re
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from . import workspace
 from .errors import GitError, Refused
 
 MINIMUM = (2, 39)
@@ -26,12 +26,12 @@ _SEAL = {
     "core.autocrlf": "false", "core.safecrlf": "false", "core.eol": "lf", "core.fileMode": "true", "core.ignoreCase": "false",
     "core.hooksPath": "/dev/null", "core.attributesFile": "/dev/null", "core.excludesFile": "/dev/null", "core.quotePath": "false",
     "core.symlinks": "true", "core.precomposeUnicode": "false", "core.sparseCheckout": "false", "core.fsmonitor": "false",
-    "core.trustctime": "false", "core.untrackedCache": "false", "core.logAllRefUpdates": "true",
+    "core.trustctime": "false", "core.untrackedCache": "keep", "core.logAllRefUpdates": "true", "core.commitGraph": "false", "core.multiPackIndex": "false",
     "commit.gpgSign": "false", "apply.whitespace": "nowarn", "apply.ignoreWhitespace": "no", "i18n.commitEncoding": "utf-8",
     "i18n.logOutputEncoding": "utf-8", "mailinfo.scissors": "false", "rerere.enabled": "false", "submodule.recurse": "false",
     "gc.auto": "0", "maintenance.auto": "false", "advice.detachedHead": "false", "checkout.workers": "0", "diff.renames": "false",
-    "status.renames": "false", "merge.conflictStyle": "diff3", "init.templateDir": "", "safe.directory": "*",
-    "core.compression": "1", "core.commentChar": "#", "trailer.separators": ":",
+    "status.renames": "false", "merge.conflictStyle": "diff3", "init.templateDir": "", "log.showSignature": "false",
+    "core.compression": "1", "core.commentChar": "#", "trailer.separators": ":", "fastimport.unpackLimit": "1", "core.bigFileThreshold": "512m",
 }  # fmt: skip
 _DROPPED_ENVIRONMENT = re.compile(r"GIT_.*|LC_.*|LANG|LANGUAGE|TZ|EMAIL")
 # What would make a network command read or write another repository than the one it is given.
@@ -45,7 +45,8 @@ def sealed_environment() -> dict[str, str]:
     name, email = IDENTITY
     return kept | {
         "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1", "GIT_TERMINAL_PROMPT": "0",
-        "GIT_EDITOR": ":", "GIT_PAGER": "cat", "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "TZ": "UTC",
+        "GIT_EDITOR": ":", "GIT_PAGER": "cat", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_REPLACE_OBJECTS": "1", "LC_ALL": "C", "TZ": "UTC",
+        "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "",  # the first is known to git 2.45 and newer; the second stops every fetch
         "GIT_COMMITTER_NAME": name, "GIT_COMMITTER_EMAIL": email, "GIT_AUTHOR_NAME": name, "GIT_AUTHOR_EMAIL": email,
     }  # fmt: skip
 
@@ -53,72 +54,69 @@ def sealed_environment() -> dict[str, str]:
 class Git:
     """Git commands in one repository.
 
-    `git_dir`/`work_tree`/`index_file` are passed explicitly where given, so that git never looks for a repository above
-    `cwd`: `git apply` inside another repository's sub-directory exits 0 and changes nothing.
+    `git_dir` is always passed, so that git never looks for a repository above `cwd`: `git apply` inside another repository's
+    sub-directory exits 0 and changes nothing. `common_dir`: where configuration, refs and objects are, if elsewhere.
     """
 
-    def __init__(self, cwd: pathlib.Path, *, git_dir: pathlib.Path | None = None, work_tree: pathlib.Path | None = None,
-                 index_file: pathlib.Path | None = None, alternates: Sequence[pathlib.Path] = (), log: Callable[[str], None] | None = None) -> None:  # fmt: skip
+    def __init__(self, cwd: pathlib.Path, *, git_dir: pathlib.Path, work_tree: pathlib.Path | None = None, index_file: pathlib.Path | None = None,
+                 common_dir: pathlib.Path | None = None, log: Callable[[str], None] | None = None) -> None:  # fmt: skip
         self.cwd = cwd
         self.git_dir = git_dir
         self.work_tree = work_tree
         self.index_file = index_file
-        self.alternates = tuple(alternates)
+        self.common_dir = common_dir
         self.log = log
 
     @classmethod
     @contextlib.contextmanager
-    def scratch(cls, git_dir: pathlib.Path, *, log: Callable[[str], None] | None = None) -> Iterator["Git"]:
-        """An empty repository that can read the objects of `git_dir` and has none of its configuration; removed at the end."""
-        with tempfile.TemporaryDirectory(prefix="patchstack-") as folder:
-            git = cls(pathlib.Path(folder), git_dir=pathlib.Path(folder), alternates=[git_dir / "objects"], log=log)
-            git.run("init", "--bare", "--quiet", "--initial-branch=scratch", ".")
-            if (git_dir / "shallow").exists():
-                shutil.copy2(git_dir / "shallow", pathlib.Path(folder) / "shallow")
+    def scratch(cls, *git_dirs: pathlib.Path, log: Callable[[str], None] | None = None) -> Iterator["Git"]:
+        """An empty repository that can read the objects of `git_dirs` and has none of their configuration; removed at the end."""
+        with workspace.temporary() as folder:
+            git = cls(folder, git_dir=folder, log=log)
+            (folder / "HEAD").write_text("ref: refs/heads/scratch\n")  # what `git init --bare` makes, without another process
+            (folder / "config").write_text("[core]\n\trepositoryformatversion = 0\n\tbare = true\n")
+            for name in ("objects", "objects/pack", "refs"):
+                (folder / name).mkdir()
+            write_alternates(folder, [d / "objects" for d in git_dirs])
+            write_shallow(folder, {line for d in git_dirs if (d / "shallow").is_file() for line in (d / "shallow").read_text().split()})
             yield git
-
-    def take_objects(self, git_dir: pathlib.Path) -> None:
-        """Copy the objects that a scratch repository made into this one."""
-        for pattern in ("[0-9a-f][0-9a-f]/*", "pack/*"):
-            for source in (git_dir / "objects").glob(pattern):
-                target = self.git_dir / "objects" / source.relative_to(git_dir / "objects")
-                if not target.exists():
-                    target.parent.mkdir(exist_ok=True)
-                    shutil.copy2(source, target)
 
     def with_index(self, index_file: pathlib.Path) -> "Git":
         """The same repository with another index."""
-        return Git(self.cwd, git_dir=self.git_dir, work_tree=self.work_tree, index_file=index_file, alternates=self.alternates, log=self.log)
+        return Git(self.cwd, git_dir=self.git_dir, work_tree=self.work_tree, index_file=index_file, common_dir=self.common_dir, log=self.log)
+
+    def _places(self) -> dict[str, str]:
+        """The variables that tell git where everything is."""
+        named = {"GIT_DIR": self.git_dir, "GIT_COMMON_DIR": self.common_dir, "GIT_WORK_TREE": self.work_tree, "GIT_INDEX_FILE": self.index_file}
+        return {k: str(v) for k, v in named.items() if v is not None}
 
     def _call(self, argv: Sequence[str], environment: dict[str, str], input: bytes | None) -> subprocess.CompletedProcess[bytes]:
-        if self.git_dir:
-            environment["GIT_DIR"] = str(self.git_dir)
-        if self.work_tree:
-            environment["GIT_WORK_TREE"] = str(self.work_tree)
-        if self.index_file:
-            environment["GIT_INDEX_FILE"] = str(self.index_file)
-        if self.alternates:
-            environment["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = os.pathsep.join(map(str, self.alternates))
         try:
-            return subprocess.run(argv, cwd=self.cwd, env=environment, input=input, capture_output=True, stdin=None if input is not None else subprocess.DEVNULL)
+            return subprocess.run(argv, cwd=self.cwd, env=environment | self._places(), input=input, capture_output=True,
+                                  stdin=None if input is not None else subprocess.DEVNULL, pass_fds=tuple(workspace.held_fds))  # fmt: skip
         except FileNotFoundError:
             if not self.cwd.exists():
                 raise Refused(f"no such directory: {self.cwd}") from None
             raise Refused("git is not installed", "install git 2.39 or newer") from None
 
+    def _sealed(self, args: Sequence[str]) -> list[str]:
+        if self.log:
+            self.log("git " + " ".join(args))
+        return ["git", *(part for key, value in _SEAL.items() for part in ("-c", f"{key}={value}")), *args]
+
     def try_run(self, *args: str, input: bytes | None = None, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
         """Run a content command and return what it did, whatever its exit code."""
-        if self.log:
-            self.log("git " + " ".join(args))
-        seal = [part for key, value in _SEAL.items() for part in ("-c", f"{key}={value}")]
-        return self._call(["git", *seal, *args], sealed_environment() | dict(env or {}), input)
+        return self._call(self._sealed(args), sealed_environment() | dict(env or {}), input)
 
-    def popen(self, *args: str, stderr) -> subprocess.Popen[bytes]:
-        """Start a sealed command that is fed through stdin; the caller waits for it."""
-        if self.log:
-            self.log("git " + " ".join(args))
-        environment = sealed_environment() | ({"GIT_DIR": str(self.git_dir)} if self.git_dir else {})
-        return subprocess.Popen(["git", *args], cwd=self.cwd, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr)
+    def popen(self, *args: str, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr) -> subprocess.Popen[bytes]:
+        """Start a sealed command; the caller feeds it and waits for it."""
+        return subprocess.Popen(self._sealed(args), cwd=self.cwd, env=sealed_environment() | self._places(), stdin=stdin, stdout=stdout, stderr=stderr,
+                                pass_fds=tuple(workspace.held_fds))  # fmt: skip
+
+    def start(self, *args: str, stdin: pathlib.Path | None = None) -> "Started":
+        """Start a sealed command that runs beside others. It must not say more than a pipe holds."""
+        with (stdin or pathlib.Path(os.devnull)).open("rb") as f:
+            return Started(["git", *args], self.popen(*args, stdin=f, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
 
     def run(self, *args: str, input: bytes | None = None, env: Mapping[str, str] | None = None) -> bytes:
         """Run a content command; return its stdout. Raises GitError."""
@@ -162,9 +160,36 @@ class Git:
         return found
 
 
+class Started:
+    """A command that is under way."""
+
+    def __init__(self, argv: list[str], process: subprocess.Popen[bytes]) -> None:
+        self._argv, self._process = argv, process
+
+    def text(self) -> str:
+        """Wait; its stdout without the last newline. Raises GitError."""
+        out, err = self._process.communicate()
+        if self._process.returncode:
+            raise GitError(self._argv, self._process.returncode, err.decode("utf-8", "replace"))
+        return out.decode("utf-8", "surrogateescape").rstrip("\n")
+
+
+def write_alternates(git_dir: pathlib.Path, objects: Sequence[pathlib.Path]) -> None:
+    """Let the repository `git_dir` read the objects of others. Each path is quoted as git quotes: it may hold a colon or a line end."""
+    escaped = [os.fsencode(path).replace(b"\\", b"\\\\").replace(b'"', b'\\"').replace(b"\n", b"\\n") for path in objects]
+    (git_dir / "objects" / "info").mkdir(exist_ok=True)
+    (git_dir / "objects" / "info" / "alternates").write_bytes(b"".join(b'"%b"\n' % path for path in escaped))
+
+
+def write_shallow(git_dir: pathlib.Path, commits: Iterable[str]) -> None:
+    """Say that the parents of these commits are not there."""
+    if lines := "".join(f"{commit}\n" for commit in sorted(commits)):
+        (git_dir / "shallow").write_text(lines)
+
+
 def require_git(log: Callable[[str], None] | None = None) -> str:
     """The version of git, refused below 2.39."""
-    out = Git(pathlib.Path.cwd(), log=log).text("version")
+    out = Git(pathlib.Path("/"), git_dir=pathlib.Path(os.devnull), log=log).text("version")
     match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", out)
     if not match:
         raise Refused(f"cannot read the version of git from {out!r}", "install git 2.39 or newer")

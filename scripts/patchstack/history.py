@@ -3,9 +3,9 @@
 import pathlib
 from collections.abc import Callable
 
+from . import foreign
 from .drift import CLEAN, OFFSET, UPSTREAM, Drift, Region, pull_requests
 from .errors import Refused, Usage
-from .git import Git
 from .pins import Base
 from .releases import Release
 from .report import Ui
@@ -16,12 +16,12 @@ class History:
     """A carved repository. Raises Usage if `folder` is none."""
 
     def __init__(self, folder: pathlib.Path, ui: Ui) -> None:
-        git_dir = folder if (folder / "filter-repo").is_dir() else folder / ".git"
-        map_file = git_dir / "filter-repo" / "commit-map"
+        place = foreign.find(folder) if folder.is_dir() else None
+        map_file = place.common_dir / "filter-repo" / "commit-map" if place else folder
         if not map_file.is_file():
             raise Usage(f"{folder} is not a repository that `carve` made: it has no filter-repo/commit-map", "python apply.py carve CLONE --out DIR")
         self.folder = folder
-        self.git = Git(folder, git_dir=git_dir, log=ui.git)
+        self.git = foreign.opened_for_good(place, ui.git)
         rows = [line.split() for line in map_file.read_text().splitlines()[1:]]
         self._carved_of = {old: new for old, new in rows}
         self._upstream_of = {new: old for old, new in rows if set(new) != {"0"}}
@@ -58,7 +58,7 @@ class History:
     def add_signals(self, drift: Drift, files: StackFiles, base: Base, release: Release) -> None:
         """Two more signs that upstream has a patch: a commit with the same patch-id, and the squash commit of a pull request that the patch names."""
         between = self._range(base, release)
-        log = self.git.run("log", "-p", "--no-renames", "--full-index", "--no-color", "--format=commit %H", between)
+        log = self.git.run("log", "-p", "--no-textconv", "--no-ext-diff", "--no-renames", "--full-index", "--no-color", "--format=commit %H", between)
         ids = dict(line.split(" ") for line in self.git.text("patch-id", "--stable", input=log).splitlines())
         subjects = dict(line.split("\t", 1) for line in self.git.text("log", "--format=%H%x09%s", between).splitlines())
         for patch, report in zip(files.patches, drift.patches, strict=True):

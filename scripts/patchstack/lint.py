@@ -4,13 +4,13 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-from . import stack
-from .errors import StackError, Usage
+from . import stack, workspace
+from .errors import Refused, StackError, Usage
 from .export import render
 from .git import Git
 from .lock import load_lock
 from .overlay import blob_id, list_overlay
-from .patchfile import TRAILERS, UPSTREAM_STATUS, PatchFile, check_paths, read_patch
+from .patchfile import TRAILERS, UPSTREAM_STATUS, PatchFile, check_paths, read_patch, refuse_unseen
 from .pins import Base
 from .report import Ui
 from .series import Series, load_series
@@ -28,6 +28,8 @@ def lint(root: pathlib.Path, bases: list[Base], ui: Ui) -> tuple[list[Report], l
     findings: list[Report] = []
     notes: list[str] = []
     for base in bases:
+        if said := stack.converted(base):
+            return [_located(Usage(said), base.folder, root)], notes  # everything else would be found too
         try:
             series = load_series(base.folder)
         except Usage as e:
@@ -45,6 +47,7 @@ def lint(root: pathlib.Path, bases: list[Base], ui: Ui) -> tuple[list[Report], l
                 findings += _relative(((patch.path, at, why) for at, why in check(patch)), root)
             findings += _relative(((patch.path, at, why) for at, why in check_paths(patch)), root)
             findings += _relative(check_tests(patch, root), root)
+            findings += _relative(check_seen(patch, ui), root)
         findings += _relative(check_order(series, patches), root)
         findings += _relative(check_overlay(base), root)
         findings += _relative(check_lock(base), root)
@@ -149,6 +152,20 @@ def check_tests(patch: PatchFile, root: pathlib.Path) -> Iterator[tuple[pathlib.
     for entry in re.split(r"[,\s]+", patch.trailers.get("Tests", [""])[0]):
         if entry and not (root / entry.split("::")[0]).exists():
             yield patch.path, max(1, patch.changes[0].at - 2), f"`Tests:` names {entry}, which does not exist"
+
+
+def check_seen(patch: PatchFile, ui: Ui) -> Iterator[tuple[pathlib.Path, int, str]]:
+    """git sees the same files and the same lines in it as the other checks."""
+    with Git.scratch(log=ui.git) as git, workspace.temporary() as folder:
+        try:
+            (mail,) = stack.read_mails(git, [patch], folder)
+            done = git.try_run("apply", "--numstat", "-z", str(mail.diff))
+            if done.returncode == 0:
+                refuse_unseen(patch, done.stdout)
+            else:
+                yield patch.path, patch.changes[0].at, f"git cannot read it: {done.stderr.decode('utf-8', 'replace').strip()}"
+        except Refused as e:
+            yield patch.path, 1, e.message.removeprefix(f"{patch.path}: ")
 
 
 def check_order(series: Series, patches: list[PatchFile]) -> Iterator[tuple[pathlib.Path, int, str]]:

@@ -6,7 +6,9 @@ import os
 import pathlib
 from dataclasses import asdict, dataclass
 
+from . import workspace
 from .errors import Usage
+from .workspace import write_through
 
 SCHEMA = 1
 
@@ -70,14 +72,7 @@ def load_lock(folder: pathlib.Path) -> Lock:
 def write_atomic(path: pathlib.Path, data: bytes) -> None:
     """Replace `path` in one step; a killed run leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.patchstack-new"  # one name: the next run replaces what a killed one left
-    try:
-        with temporary.open("wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with workspace.scratch(path.parent, f".{path.name}.patchstack-") as folder:
+        write_through(folder / path.name, data)
+        os.chmod(folder / path.name, 0o644)
+        os.replace(folder / path.name, path)

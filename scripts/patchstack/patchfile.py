@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A patch file as `git format-patch` writes it: message, trailers, hunks. Read only; git applies and writes patches."""
-import difflib
 import hashlib
 import pathlib
 import re
@@ -209,6 +208,31 @@ def refuse_unsafe(patch: PatchFile) -> None:
         raise Refused("\n".join(f"{patch.path}:{at}: {why}" for at, why in findings), "mend the patch; nothing was applied")
 
 
+def refuse_unseen(patch: PatchFile, numstat: bytes) -> None:
+    """Refuse a patch in which git sees other files, or more lines, than the reader above. `numstat`: what `git apply --numstat -z` said."""
+    git_sees: dict[str, list[int]] = {}
+    for record in numstat.decode("utf-8", "surrogateescape").split("\0"):
+        if record:
+            added, deleted, path = record.split("\t", 2)
+            counts = git_sees.setdefault(path, [0, 0])
+            counts[0] += int(added) if added != "-" else 0
+            counts[1] += int(deleted) if deleted != "-" else 0
+    we_see: dict[str, list[int]] = {}
+    for change in patch.changes:
+        counts = we_see.setdefault(change.path, [0, 0])
+        for hunk in change.hunks:
+            counts[0] += sum(line[:1] == "+" for line in hunk.lines)
+            counts[1] += sum(line[:1] == "-" for line in hunk.lines)
+    differ = sorted(path for path in git_sees.keys() | we_see.keys() if git_sees.get(path) != we_see.get(path))
+    if differ:
+        shown = "".join(f"\n- {path}: git {_counts(git_sees.get(path))}, by its `diff --git` lines {_counts(we_see.get(path))}" for path in differ)
+        raise Refused(f"{patch.path}: git would change something else than the patch shows:{shown}", "a hunk without a `diff --git` line, or an encoded mail: write the patch anew with `apply.py export`")
+
+
+def _counts(counts: list[int] | None) -> str:
+    return "nothing" if counts is None else f"+{counts[0]} -{counts[1]} lines"
+
+
 def explain_failure(patch: PatchFile, stderr: str, read_lines) -> str:
     """Why git refused a patch: patch, file, hunk, the lines it expected and the closest ones found.
 
@@ -236,6 +260,8 @@ def explain_failure(patch: PatchFile, stderr: str, read_lines) -> str:
 
 def _closest(wanted: list[str], lines: list[str], guess: int) -> int:
     """Start of the window of `lines` most like `wanted`; near `guess` on a tie."""
+    import difflib
+
     best, best_score = max(0, min(guess, len(lines) - 1)), -1.0
     matcher = difflib.SequenceMatcher(a=wanted, autojunk=False)
     keys = {w for w in wanted if w.strip()}

@@ -69,11 +69,14 @@ def load_bases(root: pathlib.Path = ROOT) -> list[Base]:
     return bases
 
 
+_RELEASE = re.compile(r"v?(\d+(?:\.\d+)+(?:\.?(?:post|rc)\d+)?)")
+
+
 def unpinned(ref: str, like: Base) -> Base:
     """A release that is no base yet, named by tag or version. Raises Usage if `ref` is neither."""
-    match = re.fullmatch(r"v?(\d+(?:\.\d+)+(?:\.?(?:post|rc)\d+)?)", ref)
+    match = _RELEASE.fullmatch(ref)
     if not match:
-        raise Usage(f"{ref!r} is neither a release (v0.32.0) nor an existing path")
+        raise Usage(f"{ref!r} is neither a release (v0.32.0) nor an existing path", "name a release, or for a branch or commit the path of a clone that has it checked out")
     return Base(f"v{match[1]}", match[1], "", "", like.repository, False, like.overlay, like.folder.parent / f"v{match[1]}", like.overlay_root)
 
 
@@ -85,7 +88,9 @@ def find_base(ref: str | None, bases: list[Base]) -> Base:
         if ref in (base.tag, base.version) or base.is_commit(ref):
             return base
     pinned = ", ".join(f"{b.tag} ({b.commit})" for b in bases)
-    raise Usage(
-        f"{ref!r} is not a pinned base; the pinned ones are {pinned}",
-        f"choose one of them; python apply.py drift --ref {ref} says how far the stack is from it, and rebase --to {ref} carries it there",
-    )
+    default = next(b for b in bases if b.default)
+    if _RELEASE.fullmatch(ref):
+        advice = f"choose one of them; python apply.py drift --ref {ref}   says how far the stack is from that release, and rebase --to {ref} carries it there"
+    else:
+        advice = f"python apply.py apply --ref {default.tag}; how far the stack is from a branch or another commit says   python apply.py drift --ref CLONE   where CLONE is a clone that has it checked out"
+    raise Usage(f"{ref!r} is not a pinned base; the pinned ones are {pinned}", advice)

@@ -14,7 +14,7 @@ import re
 import shutil
 from dataclasses import dataclass, replace
 
-from . import export, files, place, stack
+from . import cache, export, files, foreign, inplace, stack, workspace, worktree
 from .drift import UPSTREAM, PatchDrift, analyse, declared, numbers, pull_requests, where_did_it_go
 from .errors import Conflict, Refused, Usage
 from .git import Git
@@ -88,16 +88,17 @@ def start(root: pathlib.Path, base: Base, release: Release, old: Upstream, ui: U
     tree = folder_of(root, to.tag)
     tree.parent.mkdir(parents=True, exist_ok=True)
     stack_files = stack.read_stack(base)
-    with files.locked(tree.parent, ui.note), files.scratch_beside(tree) as scratch:
+    with files.locked(tree.parent, ui.note), workspace.scratch(tree.parent, f".{tree.name}.patchstack-") as scratch:
         if others := in_progress(root, ui):
             raise Refused(f"a rebase to {others[0].to.tag} is in progress at {others[0].tree}", "python apply.py rebase --continue, --skip or --abort")
+        files.refuse_mounts(tree)
         shutil.rmtree(tree, ignore_errors=True)  # a finished one, or one with a damaged state
         new = scratch / "tree"
         new.mkdir()
         git = Git(new, git_dir=new / ".git", work_tree=new, log=ui.git)
         git.run("init", "--quiet", "--initial-branch=dcp-stack", ".")
-        files.link_objects(release.upstream.git_dir, new / ".git")
-        files.link_objects(old.git_dir, new / ".git")
+        cache.copy_objects(release.upstream.git_dir, new / ".git")
+        cache.copy_objects(old.git_dir, new / ".git")
         shallow = {line for u in (old, release.upstream) if (u.git_dir / "shallow").exists() for line in (u.git_dir / "shallow").read_text().split()}
         if shallow:
             (new / ".git" / "shallow").write_text("".join(f"{line}\n" for line in sorted(shallow)))
@@ -145,7 +146,7 @@ def advance(work: Rebase, base: Base, root: pathlib.Path, ui: Ui) -> Rebase:
         topic = work.stop[0] if work.stop else _topic_of(work, "CHERRY_PICK_HEAD")
         _conclude(work, root)
         _stop_if_empty(work, topic)
-    elif changed := place.dirty_paths(work.git):
+    elif changed := _dirty(work):
         raise Refused(f"{work.tree} has changes that belong to no patch: {', '.join(changed[:6])}", f"commit them to their topic, or `git -C {work.tree} stash`, then: python apply.py rebase --continue")
     work = _saved(work, stop=None)
     done = set(topics_done(work)) | work.skipped.keys()
@@ -166,6 +167,13 @@ def advance(work: Rebase, base: Base, root: pathlib.Path, ui: Ui) -> Rebase:
     ui.progress(f"carrying to {work.to.tag}", len(todo), len(todo))
     _keep_resolutions(root, work.tree)
     return work
+
+
+def _dirty(work: Rebase) -> list[str]:
+    """Tracked paths that differ from HEAD."""
+    with foreign.opened(inplace.place_of(work.tree), work.git.log) as git:
+        seen = worktree.glance(work.tree, git, ())
+        return list(seen.dirty) if seen else []
 
 
 def _saved(work: Rebase, **changes) -> Rebase:
@@ -271,7 +279,7 @@ def propose(work: Rebase, base: Base, old: Upstream, new: Upstream, ui: Ui) -> d
 
 def finish(work: Rebase, base: Base, root: pathlib.Path, ui: Ui) -> str:
     """Write patches/<tag>/ in one step, prove the round trip, and return git's range-diff of old and new stack."""
-    with files.locked(work.to.folder.parent, ui.note), files.scratch_beside(work.to.folder) as scratch:
+    with files.locked(work.to.folder.parent, ui.note), workspace.scratch(work.to.folder.parent, f".{work.to.tag}.patchstack-") as scratch:
         new = scratch / work.to.tag
         new.mkdir()
         (new / "base.toml").write_text(_base_toml(work.to), encoding="utf-8")
@@ -324,7 +332,8 @@ def _base_toml(base: Base) -> str:
 
 def abort(work: Rebase) -> None:
     """Forget the rebase. Nothing outside its folder was written, but the resolutions already recorded."""
-    with files.scratch_beside(work.tree) as scratch:
+    files.refuse_mounts(work.tree)
+    with workspace.scratch(work.tree.parent, f".{work.tree.name}.patchstack-") as scratch:
         os.rename(work.tree, scratch / "tree")  # in one step: a kill in the middle of the removal leaves no half state
     with contextlib.suppress(OSError):  # other things may be kept there
         work.tree.parent.rmdir()

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 
+from . import clones, foreign
+from .downloads import pip_environment, require_pip
 from .errors import Unavailable, Usage
-from .git import Git
 from .pins import Base, load_bases, unpinned
 from .report import Ui
 from .upstream import Upstream, fetch, import_directory
@@ -47,9 +48,11 @@ def find_release(ref: str, like: Base, ui: Ui, bases: list[Base] | None = None) 
 
 def _head(path: pathlib.Path, ui: Ui) -> str | None:
     """The commit that a clone or bare repository is at; None for another directory."""
-    if (path / ".git").exists():
-        return Git(path, log=ui.git).resolve("HEAD^{commit}")
-    return Git(path, git_dir=path, log=ui.git).resolve("HEAD^{commit}") if (path / "HEAD").is_file() and (path / "objects").is_dir() else None
+    place = clones.find(path)
+    if place is None:
+        return None
+    with foreign.opened(place, ui.git) as git:
+        return git.resolve("HEAD^{commit}")
 
 
 def _version_in(upstream: Upstream) -> str | None:
@@ -59,7 +62,8 @@ def _version_in(upstream: Upstream) -> str | None:
 
 def newest() -> str:
     """The newest release that the user's package index has."""
-    done = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "vllm", "--disable-pip-version-check"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    require_pip()
+    done = subprocess.run([sys.executable, "-P", "-m", "pip", "index", "versions", "vllm", "--disable-pip-version-check"], capture_output=True, text=True, stdin=subprocess.DEVNULL, env=pip_environment())
     match = re.search(r"^vllm \(([\w.]+)\)", done.stdout, re.MULTILINE)
     if done.returncode or not match:
         said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]

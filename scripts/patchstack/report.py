@@ -29,16 +29,38 @@ class Ui:
         """`text` in `colour` if the stream is a terminal that wants it."""
         return f"\033[{_COLOURS[colour]}m{text}\033[0m" if self._wants_colour(stream or self.out) else text
 
+    def _print(self, text: str, stream: TextIO, *, end: str = "\n", flush: bool = False) -> None:
+        """Print; a reader that has left (`| head -1`) changes nothing of what the command does."""
+        try:
+            print(text, file=stream, end=end, flush=flush)
+        except BrokenPipeError:
+            self._nobody_reads(stream)
+
+    @staticmethod
+    def _nobody_reads(stream: TextIO) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+    def close(self) -> None:
+        """The command is over: nothing may fail any more when the interpreter flushes."""
+        self.end_progress()
+        for stream in (self.out, self.err):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                self._nobody_reads(stream)
+
     def say(self, text: str = "") -> None:
         """A line for the reader; left out under --json."""
         if not self.as_json:
             self.end_progress()
-            print(text, file=self.out)
+            self._print(text, self.out)
 
     def note(self, text: str) -> None:
         """A line about the run itself, on stderr, also under --json."""
         self.end_progress()
-        print(text, file=self.err, flush=True)
+        self._print(text, self.err, flush=True)
 
     def git(self, shown: str) -> None:
         """A git command about to run, shown with -v."""
@@ -52,12 +74,12 @@ class Ui:
             if done < total and now - self._last_progress < 0.05:
                 return
             self._last_progress = now
-            print(f"\r\033[K{label} {done}/{total}", end="", file=self.err, flush=True)
+            self._print(f"\r\033[K{label} {done}/{total}", self.err, end="", flush=True)
             self._progress_open = True
             if done >= total:
                 self.end_progress()
         elif done == 0:
-            print(f"{label} ({total})", file=self.err, flush=True)
+            self._print(f"{label} ({total})", self.err, flush=True)
 
     def step(self, text: str) -> None:
         """A long step begins."""
@@ -65,21 +87,21 @@ class Ui:
 
     def end_progress(self) -> None:
         if self._progress_open:
-            print("\r\033[K", end="", file=self.err, flush=True)
+            self._print("\r\033[K", self.err, end="", flush=True)
             self._progress_open = False
 
     def result(self, payload: dict[str, Any]) -> None:
         """The machine-readable result; printed under --json only."""
         if self.as_json:
-            print(json.dumps({"schema": SCHEMA, "command": self.command, **payload}, indent=1, sort_keys=False), file=self.out)
+            self._print(json.dumps({"schema": SCHEMA, "command": self.command, **payload}, indent=1, sort_keys=False), self.out)
 
     def error(self, kind: str, message: str, next_step: str | None, exit_code: int) -> None:
         self.end_progress()
         if self.as_json:
             self.result({"error": {"kind": kind, "message": message, "next": next_step, "exit_code": exit_code}})
-        print(f"{self.paint('error:', 'red', self.err)} {message}", file=self.err)
+        self._print(f"{self.paint('error:', 'red', self.err)} {message}", self.err)
         if next_step:
-            print(f"next: {next_step}", file=self.err, flush=True)
+            self._print(f"next: {next_step}", self.err, flush=True)
 
 
 def table(rows: list[list[str]], header: list[str]) -> str:

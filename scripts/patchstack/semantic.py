@@ -17,7 +17,7 @@ from .git import Git
 from .patchfile import parse_patch
 from .signatures import bind_class, bind_function
 from .symbols import Definition, Symbols, absolute_module, imported_names, stored_names
-from .trees import GitTree
+from .trees import DiskTree, GitTree
 
 _BUILTINS = set(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__", "__all__", "__class__", "WindowsError", "reveal_type"}
 
@@ -43,7 +43,7 @@ def added_lines(git: Git, before: str, after: str) -> dict[str, set[int]]:
     return {c.new: {n for h in c.hunks for n, _ in h.added()} for c in patch.changes if c.new and c.new.endswith(".py")}
 
 
-def check(tree: GitTree, lines: dict[str, set[int]]) -> list[Finding]:
+def check(tree: GitTree | DiskTree, lines: dict[str, set[int]]) -> list[Finding]:
     """Findings for the given lines of the given files, in file order."""
     symbols = Symbols(tree)
     findings: list[Finding] = []

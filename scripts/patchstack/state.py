@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What state a directory is in: decided by content alone, so that a lost or damaged record changes nothing."""
-import os
+"""What state a directory is in: decided by the content of its files alone, so that a lost or damaged record changes nothing."""
 import pathlib
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from . import place
+from . import foreign, inplace, installed, worktree
+from .disk import Disk
 from .errors import Usage
 from .git import Git
+from .gitstate import APPLIED_REF, BASE_REF
+from .journal import RENAMING, Journal
 from .lock import Lock, load_lock
-from .overlay import blob_id
 from .pins import Base
 from .report import Ui
+from .worktree import Seen
 
-UNAPPLIED, APPLIED, MODIFIED, PARTIAL, WRONG_BASE = "unapplied", "applied", "modified", "partial", "wrong base"
+UNAPPLIED, APPLIED, MODIFIED, PARTIAL, WRONG_BASE, INTERRUPTED = "unapplied", "applied", "modified", "partial", "wrong base", "interrupted"
 
 
 @dataclass(frozen=True)
 class State:
-    """`level`: exact (whole tree as locked) or touched (each path the stack touches). `next_step`: the command to run."""
+    """`level`: exact (whole tree as locked) or touched (each path the stack touches). `next_step`: the command to run. `seen`: of a git work tree, what was read."""
 
     kind: str
     base: Base | None
     level: str | None
     detail: str
     next_step: str
+    seen: Seen | None = field(default=None, repr=False)
 
 
 def command(name: str, target: pathlib.Path, *more: str) -> str:
@@ -32,28 +35,39 @@ def command(name: str, target: pathlib.Path, *more: str) -> str:
     return " ".join(["python apply.py", name, *more, shlex.quote(str(target))])
 
 
-def blobs_on_disk(root: pathlib.Path, paths: list[str]) -> dict[str, str]:
-    """`path -> "<mode> <blob id>"` of files below a plain directory."""
-    found = {}
-    for path in paths:
-        file = root / path
-        if file.is_file() and not file.is_symlink():
-            found[path] = f"{'100755' if os.access(file, os.X_OK) else '100644'} {blob_id(file.read_bytes())}"
-    return found
-
-
-def inspect(target: pathlib.Path, bases: list[Base], ui: Ui) -> State:
-    """The state of `target`, against the bases whose locks exist. Raises Usage if it is no directory."""
-    if not target.is_dir():
-        raise Usage(f"{target} is not a directory", f"python apply.py apply --dest {shlex.quote(str(target))}")
+def known_locks(bases: list[Base]) -> list[tuple[Base, Lock]]:
+    """The bases that have a lock. Raises Usage if none has."""
     locks = [(base, load_lock(base.folder)) for base in bases if (base.folder / "lock.json").exists()]
     if not locks:
         raise Usage(f"no base has a lock.json: {', '.join(str(b.folder) for b in bases)}", "write one with `apply.py export DIR --base BASE`")
-    if (target / ".git").is_dir() or (target / ".git").is_file():
-        git = Git(target, git_dir=target / ".git", work_tree=target, log=ui.git)  # never the repository above
-        if git.resolve("HEAD^{commit}"):
-            return _inspect_git(git, target, locks)
+    return locks
+
+
+def inspect(target: pathlib.Path, bases: list[Base], ui: Ui) -> State:
+    """The state of `target`, against the bases whose locks exist: every file is read. Raises Usage if it is no directory."""
+    if not target.is_dir():
+        raise Usage(f"{target} is not a directory", f"python apply.py apply --dest {shlex.quote(str(target))}")
+    locks = known_locks(bases)
+    place = foreign.find(target) if (target / ".git").exists() else None  # never the repository above
+    if place is not None:
+        if left := inplace.interrupted(place, ui.note):
+            return _interrupted(target, left)
+        with foreign.opened(place, ui.git) as git:
+            if seen := worktree.look(target, git):
+                return judge(git, target, seen, locks)
     return _inspect_directory(target, locks)
+
+
+def head_holds(git: Git, lock: Lock, side: int) -> bool:
+    """Whether HEAD, by its own account, has each touched path as upstream (0) or as the stack (1) has it. A first look, that reads no file."""
+    head = git.resolve("HEAD^{commit}")
+    return head is not None and git.blobs(head, sorted(lock.touched)) == {path: sides[side] for path, sides in lock.touched.items() if sides[side]}
+
+
+def _interrupted(target: pathlib.Path, left: Journal) -> State:
+    what = "will be finished" if left.phase == RENAMING else "will be taken back"
+    again = command("unapply", target) if left.command == "unapply" else command("apply", target, "--dest")
+    return State(INTERRUPTED, None, None, f"`{left.command}` was killed while it changed {len(left.changes)} files; by the next command that changes the tree it {what} first", again)
 
 
 def _compare(lock: Lock, found: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -64,7 +78,7 @@ def _compare(lock: Lock, found: dict[str, str]) -> tuple[list[str], list[str]]:
 
 
 def _judge(base: Base, lock: Lock, tree: str | None, found: dict[str, str], target: pathlib.Path) -> State | None:
-    """The state if `found` is upstream, the whole stack, or a prefix of it; None otherwise."""
+    """The state if `found` is upstream, the whole stack, or a prefix of it; None otherwise. `tree`: of all files, if all were read."""
     exact_before, exact_after = tree == lock.base_tree, tree == lock.result_tree
     not_before, not_after = _compare(lock, found)
     if exact_after or (lock.touched and not not_after):
@@ -92,26 +106,30 @@ def _wrong(locks: list[tuple[Base, Lock]], founds: list[dict[str, str]]) -> Stat
     return State(WRONG_BASE, None, None, detail, f"python apply.py apply --ref {base.tag} --dest NEW_DIRECTORY")
 
 
-def _inspect_git(git: Git, target: pathlib.Path, locks: list[tuple[Base, Lock]]) -> State:
-    tree = git.text("rev-parse", "HEAD^{tree}")
-    dirty = place.dirty_paths(git)
-    founds = [git.blobs(tree, sorted(lock.touched)) for _, lock in locks]
-    state = next((s for (base, lock), found in zip(locks, founds, strict=True) if (s := _judge(base, lock, tree, found, target))), None)
-    laid = git.resolve(f"{place.APPLIED_REF}^{{tree}}")
-    if state and state.kind == APPLIED and state.level == "touched" and laid not in (None, tree):
+def judge(git: Git, target: pathlib.Path, seen: Seen, locks: list[tuple[Base, Lock]]) -> State:
+    """The state of a git work tree, from what was read of it."""
+    found = _judge_git(git, target, seen, locks)
+    if seen.unread != 0 and found.level == "exact":
+        found = replace(found, level="touched", detail=f"{found.detail}; {seen.unread or 'the'} other files were not read")
+    return replace(found, seen=seen)
+
+
+def _judge_git(git: Git, target: pathlib.Path, seen: Seen, locks: list[tuple[Base, Lock]]) -> State:
+    state = next((s for base, lock in locks if (s := _judge(base, lock, seen.tree, seen.files, target))), None)
+    if state and state.kind == APPLIED and state.level == "touched" and git.resolve(f"{APPLIED_REF}^{{tree}}") not in (None, seen.tree):
         state = None  # commits on files that no patch touches are commits that patches/ does not have, too
-    if state is None or dirty:
-        recorded = git.resolve(f"{place.BASE_REF}^{{tree}}")
+    if state is None or seen.dirty:
+        recorded = git.resolve(f"{BASE_REF}^{{tree}}")
         base = state.base if state else None
         if base is None and recorded:
             before = [git.blobs(recorded, sorted(lock.touched)) for _, lock in locks]
             base = next((b for (b, lock), found in zip(locks, before, strict=True) if recorded == lock.base_tree or (lock.touched and not _compare(lock, found)[0])), None)
         if base is None:
-            return _wrong(locks, founds)
-        if dirty:
-            what = f"uncommitted changes in {len(dirty)} files ({', '.join(dirty[:4])}{', ...' if len(dirty) > 4 else ''})"
+            return _wrong(locks, [seen.files] * len(locks))
+        if seen.dirty:
+            what = f"uncommitted changes in {len(seen.dirty)} files ({', '.join(seen.dirty[:4])}{', ...' if len(seen.dirty) > 4 else ''})"
             then = "commit them with a Topic: trailer (or as a fixup), then " + command("export", target)
-        elif git.resolve("HEAD") == git.resolve(place.APPLIED_REF):
+        elif seen.head == git.resolve(APPLIED_REF):
             return State(MODIFIED, base, None, "an older or other version of the stack is applied", command("apply", target, "--ref", base.tag, "--dest"))
         else:
             what, then = "commits that patches/ does not have", command("export", target)
@@ -119,18 +137,33 @@ def _inspect_git(git: Git, target: pathlib.Path, locks: list[tuple[Base, Lock]])
     return state
 
 
-def installed_part(lock: Lock) -> Lock:
-    """What of a lock an installed package can show: the files below vllm/."""
-    return replace(lock, touched={path: blobs for path, blobs in lock.touched.items() if path.startswith("vllm/")})
-
-
 def _inspect_directory(target: pathlib.Path, locks: list[tuple[Base, Lock]]) -> State:
-    if not (target / "tests").is_dir():  # site-packages with a wheel, not a source tree
-        locks = [(base, installed_part(lock)) for base, lock in locks]
-    founds = [blobs_on_disk(target, sorted(lock.touched)) for _, lock in locks]
+    if package := installed.find(target):
+        return _inspect_installed(target, package, locks)
+    disk = Disk(target)
+    founds = [{path: blob for path, blob in disk.blobs(lock.touched).items() if blob} for _, lock in locks]
     state = next((s for (base, lock), found in zip(locks, founds, strict=True) if (s := _judge(base, lock, None, found, target))), None)
     if state is None:
         return _wrong(locks, founds)
     if state.kind == UNAPPLIED:
-        return State(state.kind, state.base, state.level, state.detail + " (a plain directory)", f"python apply.py apply --ref {state.base.tag} --source {shlex.quote(str(target))} --dest NEW_DIRECTORY")
+        return replace(state, detail=f"{state.detail} (a plain directory)", next_step=f"python apply.py apply --ref {state.base.tag} --source {shlex.quote(str(target))} --dest NEW_DIRECTORY")
     return state
+
+
+def _inspect_installed(target: pathlib.Path, package: installed.Package, locks: list[tuple[Base, Lock]]) -> State:
+    """A package that pip installed: its files below vllm/, by content alone, since pip sets permissions as it likes."""
+    parts = [(base, installed.part(lock)) for base, lock in locks]
+    founds = [installed.blobs(target, lock) for _, lock in parts]
+    whence = f"installed from a {'patched ' if package.patchset else ''}wheel"
+    state = next((s for (base, lock), found in zip(parts, founds, strict=True) if (s := _judge(base, lock, None, found, target))), None)
+    if state is not None and state.kind in (UNAPPLIED, APPLIED):
+        return replace(state, detail=f"{state.detail} ({whence})", next_step=state.next_step if state.kind == APPLIED else f"python apply.py wheel --ref {state.base.tag}")
+    of = next((i for i, (base, _) in enumerate(parts) if base.tag == package.tag), None)
+    if of is None:
+        return _wrong(parts, founds)
+    base, lock = locks[of]
+    if package.patchset != lock.patchset:
+        return State(MODIFIED, base, None, f"{whence} of another version of the stack ({str(package.patchset)[:8]}, this is {lock.patchset[:8]})", f"python apply.py wheel --ref {base.tag}")
+    edited = _compare(parts[of][1], founds[of])[1]
+    shown = f"{', '.join(edited[:4])}{', ...' if len(edited) > 4 else ''}"
+    return State(MODIFIED, base, None, f"{whence}; {len(edited)} files were changed since ({shown})", f"python apply.py wheel --ref {base.tag}   and install it anew")

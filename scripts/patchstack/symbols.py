@@ -3,7 +3,7 @@
 import ast
 from dataclasses import dataclass, field
 
-from .trees import GitTree
+from .trees import DiskTree, GitTree
 
 
 @dataclass
@@ -74,7 +74,7 @@ def stored_names(node: ast.AST) -> set[str]:
 class Symbols:
     """The modules below `vllm` of one tree, parsed on demand."""
 
-    def __init__(self, tree: GitTree) -> None:
+    def __init__(self, tree: GitTree | DiskTree) -> None:
         self._tree = tree
         self._modules: dict[str, Module | None] = {}
 

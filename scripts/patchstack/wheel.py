@@ -9,24 +9,23 @@ import os
 import pathlib
 import re
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from . import files, stack, wheelfile
+from . import cache, files, stack, wheelfile, workspace
 from .downloads import pip_download, sha256
 from .errors import Refused, Usage
 from .git import Git
+from .installed import PROVENANCE
 from .lock import Lock, load_lock
 from .overlay import blob_id
 from .pins import Base
 from .report import Ui
 from .trees import GitTree
-from .upstream import cache_root, check_version, fetch
+from .upstream import check_version, fetch
 
 SCHEMA = 1
-PROVENANCE = "dcp_stack.json"
 _VERSION_FILE = "vllm/_version.py"
 _ROOM = 64 << 20  # what a patched wheel may be larger than the official one
 
@@ -85,19 +84,20 @@ def official_wheel(base: Base, platform: str, given: pathlib.Path | None, ui: Ui
         _check_name(base, platform, given)
         _check_hash(base, platform, given)
         return given
-    cache = cache_root()
-    files.check_writable(cache)
-    with files.locked(cache, ui.note):
-        downloads = cache / "downloads"
-        downloads.mkdir(exist_ok=True)
+    folder = cache.root()
+    if not folder.is_dir():
+        files.check_writable(folder, cache.SET_ELSEWHERE)
+    with files.locked(folder, ui.note):
+        downloads = cache.downloads()
         for kept in downloads.glob(f"vllm-{base.version}-*-{platform}.whl"):
             if sha256(kept) == base.wheels[platform]:
                 return kept
             ui.note(f"{kept} is damaged or not the pinned file: downloading it again")
             kept.unlink()
+        files.check_writable(downloads, cache.SET_ELSEWHERE)
         ui.step(f"downloading the official wheel of vLLM {base.version} for {platform} with pip (several hundred MB)")
-        with tempfile.TemporaryDirectory(dir=downloads, prefix=".download-") as folder:
-            found = pip_download(f"vllm {base.version} for {platform}", [f"vllm=={base.version} --hash=sha256:{base.wheels[platform]}"], pathlib.Path(folder),
+        with workspace.scratch(downloads, cache.DOWNLOADING) as scratch:
+            found = pip_download(f"vllm {base.version} for {platform}", [f"vllm=={base.version} --hash=sha256:{base.wheels[platform]}"], scratch,
                                  ["--only-binary", ":all:", "--platform", platform, "--python-version", "3.12", "--implementation", "cp", "--abi", "abi3"], ui)  # fmt: skip
             if len(found) != 1:
                 raise Refused(f"pip downloaded {[p.name for p in found]}, expected one wheel")
@@ -136,7 +136,7 @@ def prepare(base: Base, platform: str, source: str, given: pathlib.Path | None, 
     with Git.scratch(upstream.git_dir, log=ui.git) as git:
         level = stack.check_base(git, base, lock, upstream.commit, f"the {upstream.kind} source")
         built = stack.build(git, upstream.commit, patched.patches, patched.overlay, ui)
-        stack.check_result(git, lock, built, level)
+        stack.check_result(lock, built, level)
         before, after = GitTree(git, upstream.commit), GitTree(git, built.commit)
         with wheelfile.opened(official) as archive:
             _compare(base, archive, before, ui)

@@ -13,10 +13,10 @@ import os
 import pathlib
 import re
 import struct
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 
+from . import workspace
 from .errors import Refused
 from .patchfile import unsafe_path
 
@@ -142,18 +142,11 @@ def check_record(path: pathlib.Path, progress: Callable[[int, int], None]) -> No
 
 @contextlib.contextmanager
 def new_file(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A scratch file beside `target` that becomes it in one step if the block ends well; what killed runs left is removed. Hold the folder's lock."""
-    prefix = f".{target.name}."
-    for stale in target.parent.glob(f"{prefix}*"):
-        stale.unlink(missing_ok=True)
-    fd, name = tempfile.mkstemp(dir=target.parent, prefix=prefix)
-    os.close(fd)
-    scratch = pathlib.Path(name)
-    try:
+    """A scratch file beside `target` that becomes it in one step if the block ends well; what killed runs left is removed."""
+    with workspace.scratch(target.parent, f".{target.name}.") as folder:
+        scratch = folder / target.name
         yield scratch
         with scratch.open("rb") as f:
             os.fsync(f.fileno())
         scratch.chmod(0o644)
         os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)

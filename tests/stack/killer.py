@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run apply.py and SIGKILL it before its n-th step: `python killer.py N PROJECT ARGS...`; N = 0 prints the steps instead.
+"""Run apply.py and SIGKILL it at its n-th step: `python killer.py N HOW PROJECT ARGS...`; N = 0 prints the steps instead.
 
-A step is anything that can change a file: a git command that writes, and the file-system calls of the tool. A kill between
-two reads looks like one before the next write, so reads are not counted. A negative N kills in the middle of step -N where
-that step is a program: it is started, and both are killed a moment later.
+A step is anything that can change a file: a program that writes, and the file-system calls of the tool. A kill between two
+reads looks like one before the next write, so reads are not counted. HOW, where the step is a call: `before` or `after` it.
+Where it is a program also `during` (it is started, and it and the tool are killed a moment later) and `orphan` (the tool alone
+is, and the program goes on). `before` and `after` kill the process group, in which there may be a program that waits for input.
+With MEDDLE in the environment that command is run at the step instead, and nothing is killed.
 """
 import collections
 import os
@@ -15,68 +17,86 @@ import sys
 import tempfile
 import time
 
-WRITES = {"init", "update-ref", "config", "symbolic-ref", "reset", "read-tree", "apply", "write-tree", "commit-tree", "hash-object", "update-index", "repack", "fast-import", "fetch"}
-SCRATCH = {"write-tree", "commit-tree", "hash-object", "apply", "update-index"}
+WRITES = {"init", "update-ref", "config", "symbolic-ref", "reset", "read-tree", "apply", "write-tree", "hash-object", "update-index", "repack", "fast-import", "fetch", "index-pack"}
+SCRATCH = {"write-tree", "hash-object", "apply", "read-tree"}
+CALLS = {os: ("rename", "replace", "link", "unlink", "rmdir", "mkdir", "chmod", "fchmod", "chown", "fchown", "fsync", "open", "symlink"), shutil: ("copyfile", "copy2", "copytree", "rmtree"), tempfile: ("mkdtemp", "mkstemp"),
+         pathlib.Path: ("write_bytes", "write_text", "unlink", "mkdir", "symlink_to")}  # fmt: skip
+OFTEN = {"fsync", "open", "mkdir", "chmod", "fchmod", "mkdtemp", "write_text", "write_bytes", "symlink_to", "symlink", "copyfile"}
+TEMPORARY = os.environ.get("TMPDIR", "/nowhere") + "/"
 count = 0
 seen: collections.Counter[str] = collections.Counter()
-inside: collections.Counter[str] = collections.Counter()
-wanted = int(sys.argv[1])
+depth = 0
+wanted, how = int(sys.argv[1]), sys.argv[2]
 
 
-def step(name: str, scratch: bool = False) -> None:
-    """`scratch`: it writes in a temporary place only; the first two of each kind stand for all."""
+def kill() -> None:
+    if command := os.environ.get("MEDDLE"):  # no kill: somebody else does something at that moment
+        os.waitpid(os.posix_spawnp("sh", ["sh", "-c", command], os.environ), 0)
+    else:
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def step(name: str, often: bool, moment: str = "before") -> bool:
+    """Whether this is the wanted step. `often`: the first three of its kind stand for all."""
     global count
-    seen[name.split(" ")[0:2][-1]] += 1
-    if scratch and seen[name.split(" ")[0:2][-1]] > 2:
-        return
-    count += 1
-    if wanted == 0:
-        print(f"STEP {name}", file=sys.stderr)
-    if count == wanted:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if moment == "before":
+        seen[name] += 1
+        if often and seen[name] > 3:
+            return False
+        count += 1
+        if wanted == 0:
+            print(f"STEP {name}", file=sys.stderr)
+    here = count == wanted and not (often and seen[name] > 3)
+    if here and how == moment:
+        kill()
+    return here
 
 
 def counted(owner, name: str) -> None:
     original = getattr(owner, name)
 
     def call(*args, **kwargs):
-        inner = name == "copytree" and inside[name] or name in ("copy2", "mkdir")  # one for each object of a repository
-        temporary = name == "mkdtemp" and not kwargs.get("dir") or name == "rmtree" and str(args[0]).startswith(tempfile.gettempdir() + "/")
-        step(name, bool(inner or temporary))
-        inside[name] += 1
+        global depth
+        reads = name == "open" and not (len(args) > 1 and args[1] & os.O_CREAT)
+        if depth or reads:  # what a call does inside is no step of its own
+            return original(*args, **kwargs)
+        often = name in OFTEN or str(args[0] if args else "").startswith(TEMPORARY)
+        step(f"{name}{' of a temporary file' if often and name not in OFTEN else ''}", often)
+        number = count
+        depth += owner is not os
         try:
             return original(*args, **kwargs)
         finally:
-            inside[name] -= 1
+            depth -= owner is not os
+            if count == number:
+                step(f"{name}{' of a temporary file' if often and name not in OFTEN else ''}", often, "after")
 
     setattr(owner, name, call)
 
 
 class Popen(subprocess.Popen):
     def __init__(self, argv, *args, **kwargs):
-        writes = argv[0] != "git" or WRITES & set(argv)
-        if writes:
-            shown = [a for a in argv if "=" not in a and a != "-c"]
-            step(" ".join(shown)[:60], scratch=argv[0] == "git" and (shown[1] in SCRATCH or shown[1:2] == ["read-tree"] and "-m" not in shown))
+        words = [os.path.basename(argv[0]), *(a for a in argv[1:] if "=" not in a and a != "-c")]
+        writes = argv[0] != "git" or bool(WRITES & set(words)) and "--list" not in words
+        here = writes and step("program " + " ".join(words)[:40], argv[0] == "git" and words[1] in SCRATCH)
         super().__init__(argv, *args, **kwargs)
-        if writes and count == -wanted:
+        if here and how in ("during", "orphan"):
             time.sleep(0.002)
-            self.send_signal(signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+            if how == "orphan":
+                os.kill(os.getpid(), signal.SIGKILL)
+            kill()
 
 
 if __name__ == "__main__":
-    project = pathlib.Path(sys.argv[2])
-    sys.argv = [str(project / "apply.py"), *sys.argv[3:]]
+    project = pathlib.Path(sys.argv[3])
+    sys.argv = [str(project / "apply.py"), *sys.argv[4:]]
     sys.path.insert(0, str(project / "scripts"))
-    from patchstack import files
     from patchstack.cli import main
 
     subprocess.Popen = Popen
-    for owner, names in ((os, ("rename", "replace", "chdir")), (files, ("exchange",)), (shutil, ("copytree", "copy2", "rmtree")), (tempfile, ("mkdtemp", "mkstemp")),
-                         (pathlib.Path, ("write_bytes", "write_text", "unlink", "mkdir"))):  # fmt: skip
+    for owner, names in CALLS.items():
         for name in names:
             counted(owner, name)
     code = main()
-    step("the end")
+    step("the end", False)
     sys.exit(code)

@@ -5,6 +5,7 @@
 three patches and one overlay file on the newer one. The patches are written by the tool's own `export`; what the patched
 tree must hold is written down here by hand (`EDITS`, `OVERLAY`), so that the tool is never its own oracle.
 """
+import compileall
 import gzip
 import hashlib
 import io
@@ -306,6 +307,7 @@ def make_template(room: pathlib.Path) -> Project:
     for folder in (project.home, project.temp, project.cache, project.upstream, room / "work"):
         folder.mkdir(parents=True)
     shutil.copytree(REPOSITORY / "scripts", project.root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(project.root / "scripts", quiet=1)  # once: it takes longer than most commands
     shutil.copy2(REPOSITORY / "apply.py", project.root / "apply.py")
     write_files(project.root / "vllm_overlay", OVERLAY)
     (project.root / "tests" / "stack").mkdir(parents=True)  # the patches' `Tests:` name it
@@ -343,5 +345,5 @@ def copy_of(template: Project, room: pathlib.Path) -> Project:
     shutil.copytree(template.room, room, symlinks=True, dirs_exist_ok=True)
     project = Project(room)
     for toml in (project.root / "patches").glob("*/base.toml"):
-        toml.write_text(toml.read_text().replace(str(template.upstream), str(project.upstream)))
+        toml.write_text(toml.read_text().replace(str(template.upstream), json.dumps(str(project.upstream), ensure_ascii=False)[1:-1]))
     return project

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches, locks, sources and surroundings that are wrong: each refused with its own exit code, naming what and where."""
+import gzip
 import hashlib
 import io
 import json
@@ -186,6 +187,8 @@ MEMBERS = {
     "dots": member(f"{TOP}/../../evil"), "absolute": member("/tmp/evil"), "other top": member("other/evil"), "git folder": member(f"{TOP}/.git/config"), "dot": member(f"{TOP}/./x"),
     "symbolic link": member(f"{TOP}/l", tarfile.SYMTYPE, "/etc"), "hard link": member(f"{TOP}/l", tarfile.LNKTYPE, f"{TOP}/README.md"), "hard link outside": member(f"{TOP}/l", tarfile.LNKTYPE, "/etc/passwd"),
     "device": member(f"{TOP}/d", tarfile.CHRTYPE), "block device": member(f"{TOP}/d", tarfile.BLKTYPE), "pipe": member(f"{TOP}/p", tarfile.FIFOTYPE), "line end": member(f"{TOP}/a\nb"), "backslash": member(f"{TOP}/a\\b"),
+    "git folder in capitals": member(f"{TOP}/sub/.GIT/hooks/x"), "there twice": member(f"{TOP}/README.md"), "a file that is a folder": member(f"{TOP}/vllm"), "a folder that is a file": member(f"{TOP}/README.md/x"),
+    "the top is a file": member(TOP), "holes": member(f"{TOP}/s", tarfile.GNUTYPE_SPARSE, data=b""), "contiguous twice": member(f"{TOP}/setup.py", tarfile.CONTTYPE),
 }  # fmt: skip
 
 
@@ -195,6 +198,102 @@ def test_an_sdist_that_leaves_its_folder(project, name):
     done = project.apply("--source", project.sdist(), code=3, timeout=30)
     assert "member" in done.err and not project.tree.exists()
     assert project.leftovers() == [] and list(project.cache.glob("bases/*")) == []
+
+
+class Zeros(io.RawIOBase):
+    """That many zero bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+    def read(self, size: int = -1) -> bytes:
+        size = min(size, self.left) if size >= 0 else self.left
+        self.left -= size
+        return bytes(size)
+
+
+def bomb(project, kind: str) -> None:
+    """Replace the sdist by one of a few hundred kilobytes that unpacks to gigabytes, and pin it."""
+    with gzip.open(project.sdist(), "wb", compresslevel=1) as stream, tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        if kind == "one large file":
+            info = tarfile.TarInfo(f"{TOP}/large")
+            info.size = 100 << 20
+            archive.addfile(info, Zeros(info.size))
+        elif kind == "many large files":
+            for number in range(20):
+                info = tarfile.TarInfo(f"{TOP}/large-{number}")
+                info.size = 60 << 20
+                archive.addfile(info, Zeros(info.size))
+        elif kind == "many files":
+            for number in range(60_000):
+                archive.addfile(tarfile.TarInfo(f"{TOP}/f{number}"))
+        elif kind == "a large header":
+            info = tarfile.TarInfo("././@PaxHeader")
+            info.type, info.size = tarfile.XHDTYPE, 100 << 20
+            archive.addfile(info, Zeros(info.size))
+        else:
+            info = tarfile.TarInfo(f"{TOP}/claims")
+            info.size = 1 << 60
+            stream.write(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    sha = hashlib.sha256(project.sdist().read_bytes()).hexdigest()
+    toml = project.folder() / "base.toml"
+    toml.write_text(re.sub(r'(sdist_sha256 = ")[0-9a-f]+', rf"\g<1>{sha}", toml.read_text()))
+    shutil.rmtree(project.cache)
+
+
+@pytest.mark.parametrize("kind", ["one large file", "many large files", "many files", "a large header", "a size that is not true"])
+def test_an_sdist_that_would_fill_memory_or_disk(project, kind):
+    bomb(project, kind)
+    done = project.apply("--source", project.sdist(), code=3, prefix=("sh", "-c", 'ulimit -v 1500000; exec "$@"', "sh"))
+    assert project.sdist().name in done.err and "next:" in done.err and "Traceback" not in done.err
+    assert not project.tree.exists() and project.leftovers() == [] and list(project.cache.glob("bases/*")) == []
+
+
+def test_names_that_differ_in_case_only_stay_two_files(project):
+    extra = [member(f"{TOP}/readme.md", data=b"small\n"), member(f"{TOP}/vllm/ENVS.py", data=b"large\n")]
+    repin(project, extra)
+    project.apply("--source", project.sdist(), "--json")
+    assert (project.tree / "readme.md").read_bytes() == b"small\n" and (project.tree / "vllm/ENVS.py").read_bytes() == b"large\n"
+    assert (project.tree / "README.md").read_bytes() == upstream_files()["README.md"]
+    assert git(project.tree, "status", "--porcelain") == ""
+    project.run("unapply", project.tree)
+
+
+def test_a_member_whose_name_is_not_utf_8(project):
+    name = os.fsdecode(b"vllm/caf\xe9.py")
+    repin(project, [member(f"{TOP}/{name}", data=b"x = 1\n")])
+    project.apply("--source", project.sdist())
+    assert os.path.exists(os.path.join(os.fsencode(project.tree), b"vllm/caf\xe9.py"))
+    assert project.run("status", project.tree, "--json").json["state"] == "applied"
+    with open(os.path.join(os.fsencode(project.tree), b"vllm/caf\xe9.py"), "ab") as f:
+        f.write(b"y = 2\n")
+    for locale in ("C", "en_US.UTF-8", "C.UTF-8"):
+        assert project.run("status", project.tree, code=1, env={"LC_ALL": locale, "PYTHONUTF8": "0"}).out.startswith("modified")
+
+
+def test_a_tree_whose_own_name_is_not_utf_8(project):
+    tree = os.path.join(os.fsencode(project.room / "work"), b"tr\xe9e")
+    project.apply(dest=os.fsdecode(tree))
+    for command in (("status", os.fsdecode(tree)), ("verify", os.fsdecode(tree)), ("unapply", os.fsdecode(tree)), ("apply", "--dest", os.fsdecode(tree))):
+        project.run(*command, env={"PYTHONIOENCODING": "utf-8:strict"})
+        project.run(command[0], *command[1:], "--json")
+
+
+def test_export_subst_is_another_text_in_an_archive(project):
+    """`git archive` writes the commit into such a file: the tree is upstream's by what the stack touches."""
+    clone = project.clone()
+    fake.commit(clone, {".gitattributes": b"archival.txt export-subst\n", "archival.txt": b"node: $Format:%H$\n"}, "x\n")
+    assert project.run("status", clone, "--json").json["state"] == "unapplied"
+    project.apply(dest=clone)
+    project.run("unapply", clone)
+    assert (clone / "archival.txt").read_bytes() == b"node: $Format:%H$\n" and git(clone, "status", "--porcelain") == ""
+    (project.room / "archive").mkdir()
+    data = subprocess.run(["git", "-C", str(clone), "archive", "HEAD"], check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(project.room / "archive")], input=data, check=True)
+    assert b"Format" not in (project.room / "archive/archival.txt").read_bytes()
+    assert project.apply("--source", project.room / "archive", "--json").json["level"] == "touched"
+    assert (project.tree / "archival.txt").read_bytes() == (project.room / "archive/archival.txt").read_bytes()
+    assert project.run("status", project.tree, "--json").json["state"] == "applied"
 
 
 def test_an_sdist_of_another_commit(project):
@@ -349,4 +448,4 @@ def test_colour_on_a_terminal_only(applied, environment, colour):
 
 
 def test_verbose_shows_the_git_commands(project):
-    assert "+ git read-tree" in project.apply("-v").err
+    assert "+ git mailinfo" in project.apply("-v").err

@@ -205,6 +205,18 @@ def test_segments_are_compressed_once(ready):
     assert "compressing" not in build(ready).err
 
 
+def test_a_segment_of_the_cache_that_changed_is_made_anew(ready):
+    build(ready)
+    first = fake.snapshot(out(ready))
+    for path in (ready.cache / "bundle").glob("native-*.tar.xz"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    done = build(ready)
+    assert "compressing native" in done.err and "compressing kernels" not in done.err
+    assert fake.snapshot(out(ready)) == first
+
+
 def test_nothing_names_this_machine(ready):
     build(ready)
     enter(ready, "true")

@@ -215,8 +215,11 @@ def test_a_name_with_unusual_characters(project):
 
 
 def test_from_inside_the_tree(applied):
-    done = applied.run("unapply", ".", cwd=applied.tree)
-    assert "cd" in done.err
+    """The same shell, in the same directory, sees upstream's files afterwards."""
+    inode = applied.tree.stat().st_ino
+    done = applied.run("unapply", ".", cwd=applied.tree, prefix=("sh", "-c", '"$@" && pwd && ls vllm', "sh"))
+    assert "old.py" in done.out.split() and "gamma.py" not in done.out.split() and str(applied.tree) in done.out.split()
+    assert applied.tree.stat().st_ino == inode
     assert applied.run("status", applied.tree, "--json").json["state"] == "unapplied"
 
 

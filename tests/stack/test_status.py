@@ -136,10 +136,12 @@ def test_an_installed_package_has_no_tests(applied):
     applied.run("export", applied.tree)
     site = applied.room / "site-packages"
     shutil.copytree(applied.tree / "vllm", site / "vllm", symlinks=True)
+    (site / "vllm-1.2.3.dist-info").mkdir()
+    (site / "vllm-1.2.3.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 1.2.3\n")
     found = status(applied, site)
     assert (found["state"], found["level"]) == ("applied", "touched")
     assert applied.run("verify", site).code == 0
-    (site / "tests").mkdir()
+    shutil.rmtree(site / "vllm-1.2.3.dist-info")  # then it is a directory like any other
     assert status(applied, site)["state"] != "applied"
 
 

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetch a pinned vLLM release and put the patched tree in place.
-
-The commits are built and compared with the lock before anything is written; the tree then appears at --dest in one step.
-If --dest is upstream's tree already (a clone at the pin, or a tree that `unapply` left), it is swapped for the patched one;
-untracked files stay. If it is patched already, nothing happens.
-"""
+"""apply.py apply"""
+import contextlib
+import os
 import pathlib
 
-from .. import place, stack, state
+from .. import foreign, inplace, stack, state, worktree
 from ..errors import OK, Refused
-from ..files import clear_scratch
+from ..files import is_fresh
 from ..git import Git
+from ..gitstate import APPLIED_REF, BASE_REF
 from ..lock import load_lock
 from ..pins import ROOT, find_base, load_bases
-from ..upstream import fetch
-from . import verify
+
+HELP = """\
+Fetch a pinned vLLM release and put the patched tree in place.
+
+The commits are built and compared with the lock before anything is written. A new --dest then appears in one step. If --dest is
+upstream's tree already (a clone at the pin, or a tree that `unapply` left), its files are changed one by one, those of the stack
+and no others, behind a journal: after a kill `status` says `interrupted`, and the next run finishes or takes back. If it is patched
+already, nothing happens.
+"""
 
 
 def configure(parser) -> None:
@@ -33,16 +38,17 @@ def run(args, ui) -> int:
     lock = load_lock(base.folder) if files.patches or files.overlay or (base.folder / "lock.json").exists() else None
     if lock:
         stack.check_inputs(files, lock)
-    target = args.dest.expanduser().absolute() if args.dest else ROOT / "build" / f"vllm-{base.tag}"
+    # Resolved once: a link to a directory that is empty or not there yet means that directory.
+    target = pathlib.Path(os.path.realpath(args.dest.expanduser())) if args.dest else ROOT / "build" / f"vllm-{base.tag}"
     payload = {"base": base.tag, "dest": str(target), "dry_run": args.dry_run, "patches": list(files.series.patches), "overlay": sorted(files.overlay)}
-    if place.is_fresh(target):
-        _apply_fresh(args, ui, base, files, lock, target, payload)
-    elif lock is None:
-        raise Refused(f"{target} exists, and {base.tag} has no lock.json to compare it with", f"python apply.py apply --ref {base.tag} --dest NEW_DIRECTORY")
-    else:
+    if not (is_fresh(target) and _apply_fresh(args, ui, base, files, lock, target, payload)):
+        if lock is None:
+            raise Refused(f"{target} exists, and {base.tag} has no lock.json to compare it with", f"python apply.py apply --ref {base.tag} --dest NEW_DIRECTORY")
         _apply_in_place(args, ui, bases, base, files, lock, target, payload)
     code = OK
     if args.verify and lock and not args.dry_run:
+        from . import verify  # in place and without it, half of the time would go into what is not used
+
         code, payload["verify"] = verify.check(target, bases, False, ui)
     elif lock and not args.dry_run:
         ui.say(f"next: {state.command('verify', target)}")
@@ -50,58 +56,83 @@ def run(args, ui) -> int:
     return code
 
 
-def _apply_fresh(args, ui, base, files, lock, target, payload) -> None:
+def _apply_fresh(args, ui, base, files, lock, target, payload) -> bool:
+    """False if the target was made by somebody else meanwhile."""
+    from .. import place
+    from ..upstream import fetch
+
     upstream = fetch(base, args.source, ui)
 
     def make(git: Git) -> stack.Built:
         level = stack.check_base(git, base, lock, upstream.commit, f"the {upstream.kind} source") if lock else "not yet locked"
         built = stack.build(git, upstream.commit, files.patches, files.overlay, ui)
         if lock:
-            stack.check_result(git, lock, built, level)
+            stack.check_result(lock, built, level)
         payload.update(level=level, source=upstream.kind, commit=built.commit, tree=built.tree)
         return built
 
     if args.dry_run:
         with Git.scratch(upstream.git_dir, log=ui.git) as git:
             make(git)
-    else:
-        place.create(target, base, upstream, make, ui)
+    elif place.create(target, base, upstream, make, ui) is None:
+        return False
     _say_applied(args, ui, base, files, target, payload)
+    return True
 
 
 def _apply_in_place(args, ui, bases, base, files, lock, target, payload) -> None:
-    found = state.inspect(target, bases, ui)
-    if found.kind == state.WRONG_BASE or (found.base and found.base.tag != base.tag):
-        what = f"{found.base.tag} ({found.kind})" if found.base else found.detail
-        raise Refused(f"{target} is not {base.tag}: {what}", f"choose another --dest; or {found.next_step}")
-    if found.kind == state.APPLIED:
-        if not args.dry_run:
-            clear_scratch(target.resolve(), ui.note)
-        payload.update(state="already applied", level=found.level)
-        ui.say(f"already applied: {found.detail} at {target}")
-        return
-    git = place.repository_of(target, ui)
-    place.refuse_dirty(git, target, {path for path, (before, _) in lock.touched.items() if before is None})
-    head = git.text("rev-parse", "HEAD")
+    there = inplace.place_of(target)
+    inplace.refuse_linked(there)
+    left = inplace.interrupted(there, ui.note)
+    if left and args.dry_run:
+        raise Refused(f"`{left.command}` in {target} was interrupted", "run it without --dry-run: that is finished or taken back first")
+    with foreign.opened(there, ui.git) as git:
+        if not left and _already_applied(ui, bases, base, lock, there, git, payload):
+            return
+        with contextlib.nullcontext() if args.dry_run else inplace.held(there, git, ui) as desk:
+            seen = worktree.glance(target, git, lock.touched)
+            found = state.judge(git, target, seen, state.known_locks(bases)) if seen else state.inspect(target, bases, ui)
+            if found.kind == state.WRONG_BASE or (found.base and found.base.tag != base.tag):
+                what = f"{found.base.tag} ({found.kind})" if found.base else found.detail
+                raise Refused(f"{target} is not {base.tag}: {what}", f"choose another --dest; or {found.next_step}")
+            if found.kind != state.APPLIED:
+                _change(args, ui, base, files, lock, there, git, desk, found, payload)
+                return
+        if not _already_applied(ui, bases, base, lock, there, git, payload):  # what was interrupted, or another run, did it
+            raise Refused(f"{target} changed just now", "run the same command again")
+
+
+def _already_applied(ui, bases, base, lock, there, git, payload) -> bool:
+    """Whether the tree is patched already, by every file that it holds; says so."""
+    if not state.head_holds(git, lock, 1):
+        return False
+    found = state.inspect(there.top, bases, ui)
+    if found.kind != state.APPLIED or found.base.tag != base.tag:
+        return False
+    if not payload["dry_run"]:
+        inplace.tidy(there, ui.note)
+    payload.update(state="already applied", level=found.level)
+    ui.say(f"already applied: {found.detail} at {there.top}")
+    return True
+
+
+def _change(args, ui, base, files, lock, there, git, desk, found, payload) -> None:
+    seen = found.seen
+    inplace.refuse_dirty(there.top, seen, {path for path, (before, _) in lock.touched.items() if before is None})
     if found.kind == state.UNAPPLIED:
-        base_commit = head
-    elif head == git.resolve(place.APPLIED_REF):  # an older version of the stack, untouched since
-        base_commit = git.text("rev-parse", place.BASE_REF)
+        base_commit = seen.head
+    elif seen.head == git.resolve(APPLIED_REF):  # an older version of the stack, untouched since
+        base_commit = git.text("rev-parse", BASE_REF)
     else:
-        raise Refused(f"{target} is {found.kind}: {found.detail}", found.next_step)
-    level = stack.check_base(git, base, lock, base_commit, str(target))
-    with Git.scratch(git.git_dir, log=ui.git) as scratch:
+        raise Refused(f"{there.top} is {found.kind}: {found.detail}", found.next_step)
+    with Git.scratch(there.common_dir, log=ui.git) as scratch:
+        level = stack.check_base(scratch, base, lock, base_commit, str(there.top))
         built = stack.build(scratch, base_commit, files.patches, files.overlay, ui)
-        stack.check_result(scratch, lock, built, level)
-
-        def change(copy: Git) -> None:
-            copy.take_objects(scratch.git_dir)
-            place.point_branch(copy, base, built)
-
-        if not args.dry_run:
-            place.replace(target, change, ui)
+        stack.check_result(lock, built, level)
+        if desk:
+            inplace.apply(there, git, desk, seen, base, built, scratch, ui)
     payload.update(level=level, source="in place", commit=built.commit, tree=built.tree)
-    _say_applied(args, ui, base, files, target, payload)
+    _say_applied(args, ui, base, files, there.top, payload)
 
 
 def _say_applied(args, ui, base, files, target, payload) -> None:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the table of topics by base: patched, upstream (since when, by which pull request) or n/a (why)."""
+"""apply.py bases"""
 from ..errors import OK
 from ..pins import load_bases
 from ..report import table
 from ..series import load_series
+
+HELP = """\
+Print the table of topics by base: patched, upstream (since when, by which pull request) or n/a (why).
+"""
 
 
 def configure(parser) -> None:

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a bundle for a GPU host without network: parts of at most 60 MiB and one script that assembles them and runs a command.
-
-The host needs Linux x86-64, Python 3.12, PyTorch 2.11 with CUDA 13, Triton, transformers and pytest. The bundle brings the patched
-vLLM with the compiled extensions that sparse MLA uses, the packages that vLLM imports, and this project's tests/ and bench/.
---layer is for kernels and layers, with a stub for flash-attention; --engine for the whole engine and its server, with flash-attention 3
-and the kernels of experts. Flash-attention 2, the Rust front end and kernels of other models are left out.
-"""
+"""apply.py bundle"""
 import pathlib
 import shlex
 
@@ -13,6 +7,15 @@ from .. import bundle, wheel
 from ..errors import OK, Usage
 from ..pins import ROOT, find_base, load_bases
 from ..report import table
+
+HELP = """\
+Make a bundle for a GPU host without network: parts of at most 60 MiB and one script that assembles them and runs a command.
+
+The host needs Linux x86-64, Python 3.12, PyTorch 2.11 with CUDA 13, Triton, transformers and pytest. The bundle brings the patched
+vLLM with the compiled extensions that sparse MLA uses, the packages that vLLM imports, and this project's tests/ and bench/.
+--layer is for kernels and layers, with a stub for flash-attention; --engine for the whole engine and its server, with flash-attention 3
+and the kernels of experts. Flash-attention 2, the Rust front end and kernels of other models are left out.
+"""
 
 
 def configure(parser) -> None:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carve a small repository with upstream's real history of only the touched paths out of a clone.
-
-Blob ids stay what they are; filter-repo/commit-map in it keeps upstream's commit names. `drift --history DIR` then names the
-upstream commit behind each conflict. The clone is only read. Needs the package git-filter-repo.
-"""
+"""apply.py carve"""
 import pathlib
 
 from .. import carve
 from ..errors import OK
 from ..pins import ROOT, load_bases
+
+HELP = """\
+Carve a small repository with upstream's real history of only the touched paths out of a clone.
+
+Blob ids stay what they are; filter-repo/commit-map in it keeps upstream's commit names. `drift --history DIR` then names the
+upstream commit behind each conflict. The clone is only read. Needs the package git-filter-repo.
+"""
 
 
 def configure(parser) -> None:

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report how the whole stack stands on other releases, changing nothing but the cache.
-
-For each patch: clean, offset (hunks moved), 3-way (git merged it), already-upstream (with the signals that say so), conflict
-(each place with ours, base and theirs) or missing file. Then overlay files that upstream has now, and names and signatures
-that our lines use and the release does not have. Exit code 1 if something needs a human. Give --ref several times for a
-matrix; --html writes one self-contained page.
-"""
+"""apply.py drift"""
 import pathlib
 
 from .. import stack
@@ -18,6 +12,15 @@ from ..pins import find_base, load_bases
 from ..releases import find_release
 from ..report import table
 from ..upstream import fetch
+
+HELP = """\
+Report how the whole stack stands on other releases, changing nothing but the cache.
+
+For each patch: clean, offset (hunks moved), 3-way (git merged it), already-upstream (with the signals that say so), conflict
+(each place with ours, base and theirs) or missing file. Then overlay files that upstream has now, and names and signatures
+that our lines use and the release does not have. Exit code 1 if something needs a human. Give --ref several times for a
+matrix; --html writes one self-contained page.
+"""
 
 
 def configure(parser) -> None:

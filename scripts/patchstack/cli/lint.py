@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the files under patches/ and vllm_overlay/, without touching a tree.
+"""apply.py lint"""
+from .. import lint
+from ..errors import FINDINGS, OK
+from ..pins import ROOT, load_bases
+
+HELP = """\
+Check the files under patches/ and vllm_overlay/, without touching a tree.
 
 Series and directory agree; patches have git's canonical form (compared with git's own output where the base is in the
 cache) and all trailers; `Requires:` stands above, `Tests:` exist; paths stay below the tree, no symlink, rename or binary change; no
 conflict marker; new files name their licence; every overlay file belongs to a base; the lock is fresh. Findings are printed
 as `path:line: why`; exit code 1 if there is one.
 """
-from .. import lint
-from ..errors import FINDINGS, OK
-from ..pins import ROOT, load_bases
 
 
 def configure(parser) -> None:

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry the stack to another release and write patches/<release>/.
+"""apply.py rebase"""
+from .. import files, rebase, stack, verify
+from ..errors import FINDINGS, OK, Refused, Usage
+from ..pins import ROOT, Base, find_base, load_bases
+from ..releases import find_release
+from ..upstream import fetch
+
+HELP = """\
+Carry the stack to another release and write patches/<release>/.
 
 Every patch is merged 3-way onto the release in build/rebase-<release>; recorded resolutions (rerere/) are used again. It
 stops, with exit code 4, only where a human has to decide: a conflict, or a patch of which nothing is left because upstream
@@ -7,11 +15,6 @@ has it. Then resolve and `--continue`, leave the topic out with `--skip` (a patc
 line of the series; nothing is dropped silently), or `--abort`. At the end the round trip is proven, patches/<release>/
 appears in one step, and the range-diff of the old and the new stack is shown.
 """
-from .. import files, rebase, stack, verify
-from ..errors import FINDINGS, OK, Refused, Usage
-from ..pins import ROOT, Base, find_base, load_bases
-from ..releases import find_release
-from ..upstream import fetch
 
 
 def configure(parser) -> None:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what state a tree is in: unapplied, applied, modified, partial or wrong base, and which command to run next.
-
-Decided by content: a git checkout, an sdist that was unpacked and an installed tree are all understood. Exit code 0 for
-unapplied and applied, 1 for the others.
-"""
+"""apply.py status"""
 import pathlib
 
 from .. import state
 from ..errors import FINDINGS, OK
 from ..pins import load_bases
+
+HELP = """\
+Say what state a tree is in: unapplied, applied, modified, partial, wrong base or interrupted, and which command to run next.
+
+Decided by content: every file is read, and nothing of the tree is run or changed. A git checkout, an sdist that was unpacked and
+an installed wheel are all understood. `interrupted`: a run was killed while it changed the tree; the next one finishes or takes
+back. Exit code 0 for unapplied and applied, 1 for the others.
+"""
 
 
 def configure(parser) -> None:

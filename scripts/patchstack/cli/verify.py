@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a tree is what the lock says and that our lines fit the tree they landed in.
-
-Two levels pass: *exact* (the whole tree is the locked one) and *touched* (every path that the stack touches is). Then every
-touched file must compile; every name that our lines and the overlay use from vLLM must exist, also inside functions; every
-call we add must bind to the signature it calls; every VLLM_* variable we read must be registered in vllm/envs.py. Findings
-are printed as `path:line: why`; exit code 1 if there is one.
-"""
+"""apply.py verify"""
 import pathlib
 
 from .. import verify
 from ..errors import FINDINGS, OK
 from ..pins import Base, load_bases
 from ..report import Ui
+
+HELP = """\
+Check that a tree is what the lock says and that our lines fit the tree they landed in.
+
+Two levels pass: *exact* (the whole tree is the locked one) and *touched* (every path that the stack touches is). Then every
+touched file must compile; every name that our lines and the overlay use from vLLM must exist, also inside functions; every
+call we add must bind to the signature it calls; every VLLM_* variable we read must be registered in vllm/envs.py. Findings
+are printed as `path:line: why`; exit code 1 if there is one.
+"""
 
 
 def configure(parser) -> None:

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a patched wheel: the official wheel of the pin with the patched Python files laid in. No compiler is needed.
-
-The official wheel comes through your own pip configuration and is checked by hash, and its Python files must be those of the
-pinned source. The patched one has the local version `+dcp<patch-set hash>`; compiled parts stay byte for byte. `vllm.__patchset__`
-names the stack, and dcp_stack.json in its dist-info says what it is made of. The same input gives the same bytes.
-"""
+"""apply.py wheel"""
 import pathlib
 import shlex
 
@@ -12,6 +7,14 @@ from .. import wheel, wheelfile
 from ..downloads import sha256
 from ..errors import OK
 from ..pins import ROOT, find_base, load_bases
+
+HELP = """\
+Make a patched wheel: the official wheel of the pin with the patched Python files laid in. No compiler is needed.
+
+The official wheel comes through your own pip configuration and is checked by hash, and its Python files must be those of the
+pinned source. The patched one has the local version `+dcp<patch-set hash>`; compiled parts stay byte for byte. `vllm.__patchset__`
+names the stack, and dcp_stack.json in its dist-info says what it is made of. The same input gives the same bytes.
+"""
 
 
 def configure(parser) -> None:
