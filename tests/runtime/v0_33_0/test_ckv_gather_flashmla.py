@@ -331,3 +331,47 @@ def test_make_config_is_complete():
     """The stand-in configuration names what upstream reads; a new attribute there shows here first."""
     assert make_config(2).parallel_config.use_ubatching is False
     assert np.array_equal(rows_of(5, 1, 2, 2), [2, 3])
+
+
+# ------------------------------------------------------------------------------------------------ top-k compaction
+
+
+def test_compaction_changes_the_walk_alone(monkeypatch):
+    """The layer's call with valid ids in front and their counts: the same rows, empty ones too, and metadata for exactly these counts."""
+    rank = make_rank(monkeypatch, 1, 2, heads=16, topk=128)
+    batch = load(rank, [(300, 1), (0, 1), (77, 3)], num_decodes=1)
+    metadata = rank.builder.build(0, batch.common(rank))
+    q = torch.randn(batch.num_tokens, 16, 576).to(torch.bfloat16)
+    rank.impl.need_to_return_lse_for_decode = True
+    asked = []
+
+    def narrowed(kernel_metadata, queries, kv, topk, counts):
+        asked.append((tuple(queries.shape), kv.shape[1], topk, counts.tolist()))
+        return kernel_metadata
+
+    monkeypatch.setattr(rank.impl, "narrowed_metadata", narrowed, raising=False)
+    results = {}
+    for compact in (False, True):
+        rank.impl.compact_topk = compact
+        results[compact] = rank.impl._forward_fp8_kv_mixed_batch(q, rank.cache, batch.ids, metadata)
+    (out, lse), (narrow, narrow_lse) = results[False], results[True]
+    assert torch.allclose(out.float(), narrow.float(), atol=1e-2) and torch.allclose(lse, narrow_lse, atol=1e-5)
+    held = [sum(int(i) >= 0 and int(i) % 2 == 1 for i in row) for row in batch.ids]  # interleave 1: rank 1 has odd positions
+    assert asked == [((batch.num_tokens, 16, 576), 64, 128, held)]
+    empty = torch.tensor(held) == 0
+    assert empty.any() and not narrow[empty].any() and lse[empty].isneginf().all() and narrow_lse[empty].isneginf().all()
+
+
+def test_compaction_needs_its_kernel(monkeypatch):
+    """The flag alone is not enough: an SM90 GPU, its cache format, DCP without PCP."""
+    from types import SimpleNamespace as NS
+
+    from vllm.v1.attention.backends.mla import flashmla_topk_compaction as module
+
+    def may(flag="1", dcp=2, pcp=1, cache="fp8_ds_mla", sm90=True):
+        monkeypatch.setenv("VLLM_DCP_COMPACT_TOPK", flag)
+        monkeypatch.setattr(module, "current_platform", NS(is_device_capability_family=lambda family: family == 90 and sm90))
+        return module.may_compact_topk(NS(decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp), cache)
+
+    assert may()
+    assert not any((may(flag="0"), may(dcp=1), may(pcp=2), may(cache="nvfp4_ds_mla"), may(sm90=False)))

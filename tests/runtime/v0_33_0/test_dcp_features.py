@@ -175,6 +175,32 @@ def test_layers_that_gather_allocate_and_nobody_is_warned(alone, monkeypatch, li
     assert calls == [0, 1] and not lines()
 
 
+@pytest.mark.parametrize("found, compacts", [([None, None], True), ([None, "3 rows of 64 heads differ"], False), (["metadata of another shape", None], False)])
+def test_all_ranks_compact_or_none(alone, monkeypatch, lines, found, compacts):
+    """Whatever this rank found: another one's kernel may be another."""
+    monkeypatch.setenv("VLLM_DCP_COMPACT_TOPK", "1")
+    monkeypatch.setattr(parallel_state, "get_dcp_group", lambda: NS(world_size=2, cpu_group=None))
+
+    def gather(objects, own, group):
+        assert own == found[0]
+        objects[:] = found
+
+    monkeypatch.setattr(dcp_features.dist, "all_gather_object", gather)
+    layers = [Layer("FLASHMLA_SPARSE", compact_topk=True, check_topk_compaction=lambda config: found[0]) for _ in range(2)]
+    finish_dcp_features(built(make_config(2), *layers, INDEXER))
+    assert [layer.impl.compact_topk for layer in layers] == [compacts] * 2
+    assert len(lines()) == (not compacts)
+    if not compacts:
+        assert next(text for text in found if text) in lines()[0] and "as without the flag" in lines()[0]
+
+
+def test_compaction_that_no_layer_takes(alone, monkeypatch, lines):
+    monkeypatch.setenv("VLLM_DCP_COMPACT_TOPK", "1")
+    finish_dcp_features(built(make_config(2), Layer("FLASHMLA_SPARSE", compact_topk=False), INDEXER))
+    (line,) = lines()
+    assert line.startswith("VLLM_DCP_COMPACT_TOPK=1 has no effect: it is for FLASHMLA_SPARSE with an fp8_ds_mla cache on SM90")
+
+
 def test_the_worker_finishes_behind_the_pool_of_the_weights(monkeypatch):
     """The real Worker.load_model: sleep mode copies what is allocated inside of the pool to the host."""
     from vllm.v1.worker import gpu_worker

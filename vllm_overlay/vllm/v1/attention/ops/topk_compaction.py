@@ -157,11 +157,17 @@ def narrowed_sched_meta(
         num_sms: multiprocessors of the GPU.
 
     """
-    from vllm.v1.attention.ops.flashmla import FlashMLASchedMeta
+    from vllm.v1.attention.ops.flashmla import get_mla_metadata
 
     rows = counts.shape[0]
-    meta, num_splits = write_sched_meta(counts, topk, num_sm_parts(num_sms, rows, heads))
-    config = FlashMLASchedMeta.Config(
+    parts = num_sm_parts(num_sms, rows, heads)
+    sched_meta, _ = get_mla_metadata()
+    sched_meta.tile_scheduler_metadata, sched_meta.num_splits = write_sched_meta(
+        counts, topk, parts
+    )
+    # As FlashMLA's first call would leave it; later calls are held against this.
+    sched_meta.have_initialized = True
+    sched_meta.config = type(sched_meta).Config(
         b=1,
         s_q=rows,
         h_q=heads,
@@ -174,9 +180,4 @@ def narrowed_sched_meta(
         extra_topk=None,
         enable_batch_invariant=False,
     )
-    return FlashMLASchedMeta(
-        have_initialized=True,
-        config=config,
-        tile_scheduler_metadata=meta,
-        num_splits=num_splits,
-    )
+    return sched_meta
