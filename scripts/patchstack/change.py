@@ -3,7 +3,7 @@
 
 1. Look: every target is what it should be, and lies below the root without a link in between.
 2. Keep a copy of what is there, then put the journal in force (journal.py).
-3. Write every new file beside its target, with the owner and permissions of the one it replaces. The journal says so.
+3. Write every new file beside its target, with the owner and permissions of the one it replaces, down to the disk. The journal says so.
 4. Rename one after the other, looking again right before each. Then whatever belongs to it (index, HEAD), then the journal goes.
 
 What fails before the end is taken back. What is killed is finished or taken back by the next run: `recover`. No other path is
@@ -57,7 +57,7 @@ def run(desk: Desk, root: pathlib.Path, command: str, edits: list[Edit], finish:
         for number, edit in enumerate(edits):
             change = _plan(tree, edit)
             if change.before is not None:
-                workspace.write_through(old / str(number), tree.read(change.path)[1])
+                workspace.write(old / str(number), tree.read(change.path)[1])
             changes.append(change)
             data[edit.path] = edit.after[1] if edit.after else None
         record = Journal(command, str(root), PREPARING, tuple(changes), tuple(tree.missing_folders([c.path for c in changes if c.after])), emptied, git or {})
@@ -68,6 +68,8 @@ def run(desk: Desk, root: pathlib.Path, command: str, edits: list[Edit], finish:
             for change in record.changes:
                 if change.after is not None:
                     tree.write_beside(change, data[change.path])
+            copies = [(old / str(number), None) for number, change in enumerate(record.changes) if change.before is not None]
+            workspace.sync_all([*copies, *(tree.place_beside(change) for change in record.changes if change.after is not None)])
             record = replace(record, phase=RENAMING)
             desk.write(record)
             _forward(tree, record, finish, recovering=False)
@@ -157,6 +159,7 @@ def take_back(desk: Desk, tree: "_Root", record: Journal, finish: Finish) -> Non
         if blob_id(data) != oid:
             raise Refused(f"{desk.folder / OLD / str(number)}, the copy of {tree.name(change.path)}, was changed: it is no longer {oid[:10]}", f"put {tree.name(change.path)} back from git, then run the same command again")
         tree.write_beside(replace(change, bits=_bits(change.bits, mode)), data)
+        workspace.sync(*tree.place_beside(change))
         tree.rename_beside(change, over=True)
     for folder in sorted(record.made, key=len, reverse=True):
         tree.remove_folder(folder)
@@ -330,7 +333,7 @@ class _Root:
                 raise
 
     def write_beside(self, change: Change, data: bytes) -> None:
-        """Write the new content beside the target, with its owner, permissions and access list, down to the disk."""
+        """Write the new content beside the target, with its owner, permissions and access list."""
         with self._parent(change.path) as (folder, name):
             fd = os.open(change.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
             with open(fd, "wb") as f:
@@ -347,7 +350,10 @@ class _Root:
                 os.fchmod(fd, change.bits)
                 with contextlib.suppress(FileNotFoundError):
                     self._take_over(folder, name, fd)
-                os.fsync(fd)
+
+    def place_beside(self, change: Change) -> tuple[str, int]:
+        """The name of the new file beside the target, and its open folder."""
+        return change.temporary, self._folder(change.path.rpartition("/")[0])
 
     def _take_over(self, folder: int, name: str, new: int) -> None:
         """Give a new file what the old one has beside owner and permissions: its access list, and another time than the old one's."""

@@ -77,7 +77,7 @@ def analyse(files: stack.StackFiles, old: Upstream, new: Upstream, ref: str, ver
         built = stack.build(git, old.commit, files.patches, files.overlay)
         # Rendered again, so that every index line names a blob that 3-way can find.
         patches = [render(git, commit, p.path) for p, (_, commit, _) in zip(files.patches, built.steps, strict=True)]
-        new_tree = git.text("rev-parse", f"{new.commit}^{{tree}}")
+        new_tree = git.tree_of(new.commit)
         collisions = sorted(git.blobs(new_tree, sorted(files.overlay)))
         overlay = {p: d for p, d in files.overlay.items() if p not in collisions}
         with workspace.temporary() as folder:

@@ -108,7 +108,7 @@ def plan(target: pathlib.Path, base: Base, allow_drop: bool, ui: Ui) -> Export:
         raise Refused(f"`{left.command}` in {target} was interrupted", "run it without --dry-run: that is finished or taken back first")
     lock = load_lock(base.folder) if (base.folder / "lock.json").exists() else None
     upstream = None if lock else fetch(base, "auto", ui)
-    pinned_tree = lock.base_tree if lock else Git(upstream.git_dir, git_dir=upstream.git_dir).text("rev-parse", f"{upstream.commit}^{{tree}}")
+    pinned_tree = lock.base_tree if lock else Git(upstream.git_dir, git_dir=upstream.git_dir).tree_of(upstream.commit)
     with foreign.opened(place, ui.git) as git:
         seen = worktree.glance(target, git, ())
         if seen is None:
@@ -183,7 +183,7 @@ def _lock_text(place: foreign.Place, files: stack.StackFiles, base_commit: str, 
     git_dir, commit = place.common_dir, base_commit
     if upstream is None:
         with Git.scratch(git_dir, log=ui.git) as scratch:
-            if scratch.text("rev-parse", f"{base_commit}^{{tree}}") != pinned_tree:
+            if scratch.tree_of(base_commit) != pinned_tree:
                 upstream = fetch(files.base, "auto", ui)
     if upstream is not None:
         git_dir, commit = upstream.git_dir, upstream.commit

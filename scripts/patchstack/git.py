@@ -66,6 +66,7 @@ class Git:
         self.index_file = index_file
         self.common_dir = common_dir
         self.log = log
+        self._trees: dict[str, str] = {}
 
     @classmethod
     @contextlib.contextmanager
@@ -108,15 +109,15 @@ class Git:
         """Run a content command and return what it did, whatever its exit code."""
         return self._call(self._sealed(args), sealed_environment() | dict(env or {}), input)
 
-    def popen(self, *args: str, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr) -> subprocess.Popen[bytes]:
+    def popen(self, *args: str, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a sealed command; the caller feeds it and waits for it."""
-        return subprocess.Popen(self._sealed(args), cwd=self.cwd, env=sealed_environment() | self._places(), stdin=stdin, stdout=stdout, stderr=stderr,
+        return subprocess.Popen(self._sealed(args), cwd=self.cwd, env=sealed_environment() | dict(env or {}) | self._places(), stdin=stdin, stdout=stdout, stderr=stderr,
                                 pass_fds=tuple(workspace.held_fds))  # fmt: skip
 
-    def start(self, *args: str, stdin: pathlib.Path | None = None) -> "Started":
-        """Start a sealed command that runs beside others. It must not say more than a pipe holds."""
+    def start(self, *args: str, stdin: pathlib.Path | None = None, env: Mapping[str, str] | None = None) -> "Started":
+        """Start a sealed command that runs beside others. One that says more than a pipe holds waits until it is asked."""
         with (stdin or pathlib.Path(os.devnull)).open("rb") as f:
-            return Started(["git", *args], self.popen(*args, stdin=f, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+            return Started(["git", *args], self.popen(*args, stdin=f, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env))
 
     def run(self, *args: str, input: bytes | None = None, env: Mapping[str, str] | None = None) -> bytes:
         """Run a content command; return its stdout. Raises GitError."""
@@ -140,6 +141,12 @@ class Git:
         kept = {k: v for k, v in os.environ.items() if k not in _OTHER_REPOSITORY}
         quiet = ("-c", "gc.auto=0", "-c", "maintenance.auto=false", "-c", f"core.hooksPath={os.devnull}")
         return self._call(["git", *quiet, *args], kept | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}, None)
+
+    def tree_of(self, commit: str) -> str:
+        """The tree of a commit. Asked once for each: it cannot change."""
+        if commit not in self._trees:
+            self._trees[commit] = self.text("rev-parse", f"{commit}^{{tree}}")
+        return self._trees[commit]
 
     def resolve(self, revision: str) -> str | None:
         """The object id of `revision`, None if there is none."""

@@ -123,7 +123,7 @@ def _index_locked(place: foreign.Place, folder: pathlib.Path):
     lock, token = place.git_dir / "index.lock", folder / "index.token"
     if _is_ours(lock):
         lock.unlink()
-    workspace.write_through(token, _OUR_LOCK)
+    workspace.write(token, _OUR_LOCK)
     try:
         try:
             os.link(token, lock)

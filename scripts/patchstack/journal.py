@@ -15,7 +15,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from . import workspace
 from .errors import Refused
@@ -61,7 +61,7 @@ class Journal:
     git: dict = field(default_factory=dict)
 
     def dump(self) -> bytes:
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1).encode()  # lone surrogates of odd names become \\udcXX
+        return json.dumps({"schema": SCHEMA, **vars(self), "changes": [vars(change) for change in self.changes]}).encode()  # lone surrogates of odd names become \\udcXX
 
 
 def parse(data: bytes) -> Journal | None:
@@ -92,20 +92,12 @@ class Desk:
         new = self.folder / f"{_FILE}.new"
         workspace.write_through(new, journal.dump())
         os.replace(new, self.folder / _FILE)
-        sync_folder(self.folder)
+        workspace.sync(self.folder)
 
     def forget(self) -> None:
         """All is done, or taken back."""
         (self.folder / _FILE).unlink(missing_ok=True)
-        sync_folder(self.folder)
-
-
-def sync_folder(folder: pathlib.Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        workspace.sync(self.folder)
 
 
 def left_in(home: pathlib.Path, name: str, waiting: Callable[[str], None]) -> Journal | None:
@@ -169,7 +161,7 @@ def _clear(folder: pathlib.Path, *, keep: bool) -> None:
 def _refuse_others(folder: pathlib.Path, found: Journal) -> None:
     """Refuse to carry out the journal of another user: it says what becomes whose file, and root could do whatever it says."""
     new = folder / f"{_FILE}.new"
-    workspace.write_through(new, b"")  # whose our files are here: not always ours, on a network file system
+    workspace.write(new, b"")  # whose our files are here: not always ours, on a network file system
     maker, mine = (folder / _FILE).lstat().st_uid, new.lstat().st_uid
     new.unlink()
     if maker != mine:

@@ -111,7 +111,7 @@ class Tip:
 
 def start(git: Git, commit: str, paths: Sequence[str], overlay: Iterable[str] = ()) -> Tip:
     """The chain that has nothing on `commit` yet. `paths`: all that patches to come may name. Raises Refused if upstream has an overlay file already."""
-    tree = git.text("rev-parse", f"{commit}^{{tree}}")
+    tree = git.tree_of(commit)
     files = git.blobs(tree, sorted({*paths, *overlay}))
     if taken := sorted(files.keys() & set(overlay)):
         raise Refused("the overlay would replace files that upstream already has: " + ", ".join(taken),
@@ -236,7 +236,7 @@ def check_inputs(files: StackFiles, lock: Lock) -> None:
 
 def check_base(git: Git, base: Base, lock: Lock, commit: str, where: str) -> str:
     """`exact` if the tree of `commit` is the locked one, `touched` if every touched path is. Raises Refused: another base."""
-    tree = git.text("rev-parse", f"{commit}^{{tree}}")
+    tree = git.tree_of(commit)
     if tree == lock.base_tree:
         return "exact"
     found = git.blobs(tree, sorted(lock.touched))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from . import foreign, inplace, installed, worktree
 from .disk import Disk
-from .errors import Usage
+from .errors import GitError, Usage
 from .git import Git
 from .gitstate import APPLIED_REF, BASE_REF
 from .journal import RENAMING, Journal
@@ -60,8 +60,11 @@ def inspect(target: pathlib.Path, bases: list[Base], ui: Ui) -> State:
 
 def head_holds(git: Git, lock: Lock, side: int) -> bool:
     """Whether HEAD, by its own account, has each touched path as upstream (0) or as the stack (1) has it. A first look, that reads no file."""
-    head = git.resolve("HEAD^{commit}")
-    return head is not None and git.blobs(head, sorted(lock.touched)) == {path: sides[side] for path, sides in lock.touched.items() if sides[side]}
+    try:
+        there = git.blobs("HEAD", sorted(lock.touched))
+    except GitError:  # no commit yet
+        return False
+    return there == {path: sides[side] for path, sides in lock.touched.items() if sides[side]}
 
 
 def _interrupted(target: pathlib.Path, left: Journal) -> State:

@@ -10,12 +10,14 @@ import fcntl
 import os
 import pathlib
 import shutil
+import threading
 from collections.abc import Iterator
 from typing import IO
 
 from .errors import Refused
 
 LOCK = ".lock"
+_AT_ONCE = 8
 _NOLOCKS = "this file system cannot lock files"
 
 held_fds: set[int] = set()  # what programs that we start inherit
@@ -83,12 +85,47 @@ def clear(parent: pathlib.Path, prefix: str) -> None:
             os.close(fd)
 
 
-def write_through(path: pathlib.Path, data: bytes) -> None:
-    """Write a file of our own, down to the disk; not through a link that somebody put there."""
+def write(path: pathlib.Path, data: bytes) -> None:
+    """Write a file of our own; not through a link that somebody put there."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb") as f:
         f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
+
+
+def sync(path: str | pathlib.Path, folder: int | None = None) -> None:
+    """Bring a file, or the names in a folder, down to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_all(files: list[tuple[str | pathlib.Path, int | None]]) -> None:
+    """The same for many files (path, open folder) side by side: the file system then writes its own journal once for several."""
+    todo, failed = files[::-1], []
+
+    def work() -> None:
+        while todo and not failed:
+            with contextlib.suppress(IndexError):  # another one took the last
+                file = todo.pop()
+                try:
+                    sync(*file)
+                except OSError as e:
+                    failed.append(e)
+
+    threads = [threading.Thread(target=work) for _ in range(min(_AT_ONCE, len(todo)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def write_through(path: pathlib.Path, data: bytes) -> None:
+    """Write a file of our own, down to the disk."""
+    write(path, data)
+    sync(path)
 
 
 def give_to_owner_of(folder: pathlib.Path, *paths: pathlib.Path) -> None:

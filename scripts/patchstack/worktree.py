@@ -54,9 +54,10 @@ def glance(top: pathlib.Path, git: Git, paths: Collection[str]) -> Seen | None:
         return None
     head, tree = done.stdout.decode().split()
     # Differences between HEAD and index, or index and disk by size and times. A submodule counts when it is at another commit; git does not run in it.
-    out = git.run("diff-index", "--name-only", "-z", "--no-renames", "--ignore-submodules=dirty", head, env={"GIT_WORK_TREE": str(top)})
-    touched = set(out.decode("utf-8", "surrogateescape").split("\0")) - {""}
-    files = git.blobs(head, sorted({*paths, *touched}))
+    compared = git.start("diff-index", "--name-only", "-z", "--no-renames", "--ignore-submodules=dirty", head, env={"GIT_WORK_TREE": str(top)})
+    files = git.blobs(head, sorted(paths))
+    touched = set(compared.text().split("\0")) - {""}
+    files |= git.blobs(head, sorted(touched - files.keys()))
     found = Disk(top).blobs({*files, *touched})
     differ = {path for path, blob in found.items() if blob != files.get(path)}
     missing = {path for path in files if found[path] is None}
