@@ -87,6 +87,7 @@ def test_no_group_without_dcp(selected):
     "change",
     [
         dict(parallel_config__use_ubatching=True),
+        dict(model_config__enable_nccl_comm_suspend=True),
         dict(kv_transfer_config=KVTransferConfig(kv_connector="LMCacheConnectorV1", kv_role="kv_both")),
     ],
 )

@@ -304,6 +304,9 @@ def world_prefetch_refusal(vllm_config: "VllmConfig") -> str | None:
         return "prefill context parallelism"
     if parallel_config.use_ubatching:
         return "dual batch overlap"
+    if getattr(vllm_config.model_config, "enable_nccl_comm_suspend", False):
+        # It suspends device communicators: the prefetch's is none of these.
+        return "enable_nccl_comm_suspend does not know its communicator"
     if transfer is not None and transfer.kv_connector is not None:
         connector = _layerwise_connector(transfer)
         if connector is not None:
