@@ -17,7 +17,7 @@ MOVES = ("rename", "replace", "link", "unlink", "program git update-ref", "progr
 def killed(project, number: int, how: str, *args: object, meddle: str | None = None) -> subprocess.CompletedProcess:
     """The command, killed at a step; a process group of its own. `meddle`: run that shell command at the step instead."""
     command = [sys.executable, str(KILLER), str(number), how, str(project.root), *map(str, args)]
-    return subprocess.run(command, cwd=project.room, env=project.environment(MEDDLE=meddle), capture_output=True, timeout=60, text=True, start_new_session=True)
+    return subprocess.run(command, cwd=project.room, env=project.environment(MEDDLE=meddle), capture_output=True, timeout=600, text=True, start_new_session=True)
 
 
 def steps(project, *args: object) -> list[str]:

@@ -260,7 +260,7 @@ class Project:
                  "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
         return {k: v for k, v in (kept | extra).items() if v is not None}
 
-    def run(self, *args: object, code: int | None = 0, env: dict[str, str | None] | None = None, cwd: pathlib.Path | None = None, prefix: tuple[str, ...] = (), timeout: float = 120) -> Result:
+    def run(self, *args: object, code: int | None = 0, env: dict[str, str | None] | None = None, cwd: pathlib.Path | None = None, prefix: tuple[str, ...] = (), timeout: float = 600) -> Result:
         """`python apply.py ARGS`; the exit code must be `code` (None: any)."""
         command = [*prefix, sys.executable, str(self.root / "apply.py"), *map(str, args)]
         done = subprocess.run(command, cwd=cwd or self.room, env=self.environment(**(env or {})), capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout)
