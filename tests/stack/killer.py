@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 WRITES = {"init", "update-ref", "config", "symbolic-ref", "reset", "read-tree", "apply", "write-tree", "hash-object", "update-index", "repack", "fast-import", "fetch", "index-pack"}
@@ -25,7 +26,8 @@ OFTEN = {"fsync", "open", "mkdir", "chmod", "fchmod", "mkdtemp", "write_text", "
 TEMPORARY = os.environ.get("TMPDIR", "/nowhere") + "/"
 count = 0
 seen: collections.Counter[str] = collections.Counter()
-depth = 0
+counting = threading.Lock()  # the tool writes some files side by side
+inside = threading.local()
 wanted, how = int(sys.argv[1]), sys.argv[2]
 
 
@@ -36,18 +38,18 @@ def kill() -> None:
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def step(name: str, often: bool, moment: str = "before") -> bool:
-    """Whether this is the wanted step. `often`: the first three of its kind stand for all."""
+def step(name: str, often: bool) -> bool:
+    """Whether this is the wanted step; kills `before` it. `often`: the first three of its kind stand for all."""
     global count
-    if moment == "before":
+    with counting:
         seen[name] += 1
         if often and seen[name] > 3:
             return False
         count += 1
+        here = count == wanted
         if wanted == 0:
             print(f"STEP {name}", file=sys.stderr)
-    here = count == wanted and not (often and seen[name] > 3)
-    if here and how == moment:
+    if here and how == "before":
         kill()
     return here
 
@@ -56,20 +58,19 @@ def counted(owner, name: str) -> None:
     original = getattr(owner, name)
 
     def call(*args, **kwargs):
-        global depth
+        depth = getattr(inside, "depth", 0)
         reads = name == "open" and not (len(args) > 1 and args[1] & os.O_CREAT)
         if depth or reads:  # what a call does inside is no step of its own
             return original(*args, **kwargs)
         often = name in OFTEN or str(args[0] if args else "").startswith(TEMPORARY)
-        step(f"{name}{' of a temporary file' if often and name not in OFTEN else ''}", often)
-        number = count
-        depth += owner is not os
+        here = step(f"{name}{' of a temporary file' if often and name not in OFTEN else ''}", often)
+        inside.depth = depth + (owner is not os)
         try:
             return original(*args, **kwargs)
         finally:
-            depth -= owner is not os
-            if count == number:
-                step(f"{name}{' of a temporary file' if often and name not in OFTEN else ''}", often, "after")
+            inside.depth = depth
+            if here and how == "after":
+                kill()
 
     setattr(owner, name, call)
 
